@@ -1,4 +1,7 @@
-"""Generates the Python code of replay.proto beside it, or into another folder: `python -m protos.generate [FOLDER]`."""
+"""Generates the Python code of replay.proto, with `python -m protos.generate [FOLDER]`.
+
+The code is written beside replay.proto. If FOLDER is given, it is written to FOLDER/replay_protos instead.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,15 @@ PROTOS = Path(__file__).parent
 
 def generate(out: Path) -> None:
     """Writes replay_pb2.py, replay_pb2_grpc.py and their stubs under `out`/replay_protos."""
-    plugins = ["python", "grpc_python", "mypy", "mypy_grpc"]
-    subprocess.run(
-        [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}"]
-        # The plugins of mypy-protobuf print a line for each file, unless `quiet`.
-        + [f"--{plugin}_out={'quiet:' if plugin.startswith('mypy') else ''}{out}" for plugin in plugins]
-        + [str(PROTOS / "replay_protos/replay.proto")],
-        check=True,
-        # protoc looks for the programs of the plugins of mypy-protobuf in PATH. They lie beside the interpreter.
-        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"},
-    )
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}"]
+    outputs = [f"--python_out={out}", f"--grpc_python_out={out}"]
+    # Without `quiet`, the plugins of mypy-protobuf print a line for each file.
+    outputs += [f"--mypy_out=quiet:{out}", f"--mypy_grpc_out=quiet:{out}"]
+    source = str(PROTOS / "replay_protos/replay.proto")
+    # protoc looks in PATH for the plugins of mypy-protobuf, which are programs in the folder of the interpreter.
+    programs = Path(sys.executable).parent
+    path = f"{programs}:{os.environ.get('PATH', '')}"
+    subprocess.run([*protoc, *outputs, source], check=True, env=os.environ | {"PATH": path})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from replay_server.tables.config import (
     with_named,
 )
 
-# Fixed bounds. LimitsConfig has the bounds that an operator can set.
+# Fixed bounds. The bounds that an operator can set are in LimitsConfig.
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Bytes of one message. gRPC refuses a larger message as soon as it has read the length of the message."""
@@ -34,7 +34,8 @@ MAX_ROWS = 1 << 16
 MAX_KEYS = 1 << 20
 """Keys in one Delete, ConsumeItems or UpdatePriorities."""
 MAX_EXCLUDE = 1 << 14
-"""Keys that one sample request may exclude. While the request waits, each change of the table looks up all of them."""
+"""Keys that one sample request may exclude. While the request waits, each change of the table looks up all these
+keys."""
 MAX_SCOPE = 256
 """Characters in the name of a scope."""
 MAX_WEIGHTS = 4096
@@ -48,7 +49,7 @@ MAX_LEASE = 86_400.0
 MAX_ROWS_OUTSTANDING = 1 << 22
 """Samples that all clients together may have outstanding: under leases, or drawn ahead."""
 MAX_BYTES_READ = 256 << 20
-"""Payload bytes that all answers to Get together may hold at a time. They do not count for `max_bytes`."""
+"""Payload bytes that all answers to Get together may hold at a time. `max_bytes` does not count these bytes."""
 MAX_DRAWS = 4096
 """Draws of one sample stream that wait, or whose batches are neither acknowledged nor leased."""
 MAX_CLIENTS = 1024
@@ -58,8 +59,8 @@ MAX_NAME = 64
 MAX_DESCRIPTION = 4096
 """Bytes of the JSON by which a client describes its settings. Our generator and trainer send some 400 bytes."""
 MAX_DESCRIPTIONS = 256 * 1024
-"""Bytes of the settings of all clients. If there are more, the server forgets the settings of clients seen longest
-ago."""
+"""Bytes of the settings of all clients together. If there are more, the server forgets the settings of the clients that
+it saw longest ago."""
 
 
 class ServerConfig(Model):
@@ -72,25 +73,27 @@ class ServerConfig(Model):
     data_dir: Path | None = None
     """Folder in which items are stored durably; absent: items are kept in memory only."""
     fsync: Literal["always", "never"] = "always"
-    """With "always" the server forces data to the disk before it acknowledges the data. With "never" the system decides
-    when. A killed server process loses nothing in either case. If the machine fails, "always" loses no acknowledged
-    data, and "never" goes back to the newest checkpoint."""
+    """With "always" the server forces data to the disk before it acknowledges the data. With "never" the operating
+    system decides when to write the data to the disk. A killed server process loses nothing in either case. If the
+    machine fails, "always" loses no acknowledged data, and "never" goes back to the newest checkpoint."""
     max_bytes: Bytes | None = None
     """Bytes of payloads and labels (tags, names of columns) that all tables together may hold; absent: no bound."""
     max_payload_bytes: Bytes = 1 << 30
     """Bytes of the largest item that the server takes."""
     shared_memory: Literal[False] | Path = Path("/dev/shm")
-    """Folder in which clients on the server's host make sockets, to which it sends memory for payloads. false: payloads
-    travel over gRPC only. Server and client must see the same folder, also in containers, and run as the same user."""
+    """Folder in which clients on the server's host make sockets. Through such a socket, the server sends the client
+    shared memory for payloads. false: payloads travel over gRPC only. Server and client must see the same folder, also
+    in containers, and run as the same user."""
 
     @field_validator("listen", "metrics_listen")
     @classmethod
     def _host_and_port(cls, address: str | None) -> str | None:
-        """Raises ValueError if the address is not host:port."""
-        if address is not None:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or int(port) > 65535:
-                raise ValueError("must be host:port, for example 127.0.0.1:7401, and the port at most 65535")
+        """Returns the address. Raises ValueError if it is not host:port."""
+        if address is None:
+            return None
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError("must be host:port, for example 127.0.0.1:7401, and the port at most 65535")
         return address
 
 
@@ -104,11 +107,11 @@ class SecurityConfig(Model):
     tls_client_ca: Path | None = None
     """Certificate authorities. A client must present a certificate that one of them signed (mutual TLS)."""
     tokens_file: Path | None = None
-    """Clients must send a token from this file. Absent: REPLAY_TOKENS_FILE or REPLAY_TOKENS in the environment
-    counts; without these, no token is needed."""
+    """Clients must send a token from this file. Absent: the environment variable REPLAY_TOKENS_FILE names the file, or
+    REPLAY_TOKENS contains the tokens. If neither variable is set, clients need no token."""
     insecure: bool = False
-    """Listen where other machines can reach the server, although no token is needed. Then everybody who reaches the
-    server can read and change everything."""
+    """True: the server may listen on an address that other machines can reach, even if clients need no token. Then
+    everybody who can reach the server can read and change everything."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -118,7 +121,7 @@ class SecurityConfig(Model):
 
 
 class LimitsConfig(Model):
-    """Bounds on what all clients use together. Each connection counts as a client. The bounds of a single request are
+    """Bounds on what all clients use together. Each connection counts as a client. The bounds on a single request are
     constants of the server (config.py). gRPC holds at most 16 MB of unread messages for each open call."""
 
     max_connections: int = Field(1024, ge=1, le=1_000_000)
@@ -128,18 +131,20 @@ class LimitsConfig(Model):
     max_calls: int = Field(8192, ge=1, le=10_000_000)
     """The most open calls of all connections. The server refuses further calls."""
     max_unfinished_bytes: Bytes = 2 << 30
-    """The most bytes of items that have not arrived completely. One connection may use half of it. Further items wait.
-    If this is below `max_payload_bytes`, the server uses `max_payload_bytes`, so that the largest item fits."""
+    """The most bytes of items that have not arrived completely. One connection may use half of these bytes. Further
+    items wait. If this bound is below `max_payload_bytes`, the server uses `max_payload_bytes` as the bound, so that
+    the largest item fits."""
     max_waiting_bytes: Bytes = 4 << 30
-    """The most bytes of complete items that wait for their table. One connection may use half of it. The server refuses
-    further items that would have to wait."""
+    """The most bytes of complete items that wait for their table. One connection may use half of these bytes. Further
+    items that would have to wait are refused."""
     max_shared_bytes: Bytes = 512 << 20
-    """The most bytes of shared memory for payloads of clients on this host. One connection may use half of it. Further
-    payloads travel over gRPC."""
+    """The most bytes of shared memory for payloads of clients on this host. One connection may use half of these bytes.
+    Further payloads travel over gRPC."""
     memory_share: float = Field(0.9, gt=0, le=1)
-    """Share of the memory of the machine, and of each control group of the server, that may be in use. The cache of
-    files does not count. If more is in use, the server refuses inserts, so that the system does not kill it. On the
-    machine at most 512 MiB have to stay free. 1: no bound."""
+    """The largest share of the machine's memory, and of the memory of each control group of the server, that may be in
+    use. The cache of files does not count as in use. If more is in use, the server refuses inserts, so that the system
+    does not kill the server. Of the machine's memory, never more than 512 MiB have to stay free, even if the share asks
+    for more. 1: no bound."""
     stall_timeout: float = Field(60.0, gt=0)
     """Seconds within which a client must send the next chunk of an item, or read the next chunk of a response."""
 
@@ -170,23 +175,22 @@ class Config(Model):
     @field_validator("tables", mode="before")
     @classmethod
     def _at_least_one(cls, value: Any) -> Any:
-        """Raises ValueError if there is no table, or if the file says [tables] instead of [[tables]] (a dict)."""
-        if not value or isinstance(value, dict):
+        """Returns `value`. Raises ValueError if there is no table, or if the file has [tables] and not [[tables]]."""
+        if not value or isinstance(value, dict):  # tomllib reads [tables] as a dict
             raise ValueError("write [[tables]], in two brackets, once for each table; there must be one at least")
         return value
 
     @field_validator("tables", mode="after")
     @classmethod
     def _with_named(cls, tables: tuple[TableConfig, ...], info: ValidationInfo) -> tuple[TableConfig, ...]:
-        """Adds the tables that `copy_to` and `permit_tables` name, and that the file need not declare."""
+        """Adds the tables that `copy_to` and `permit_tables` name, because the file need not declare them."""
         return with_named(info.data.get("admission"), tables)
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
         """Raises ValueError if the settings of different tables or sections do not fit together."""
-        # If two tables have one name, this has fewer entries than there are tables.
         by_name = {table.name: table for table in self.tables}
-        if len(by_name) < len(self.tables):
+        if len(by_name) < len(self.tables):  # at least two tables have the same name
             [(name, count)] = Counter(table.name for table in self.tables).most_common(1)  # the name used most often
             raise ValueError(f"table names must differ: {count} tables are called {name!r}")
         for table in self.tables:
@@ -207,11 +211,11 @@ class Config(Model):
 
     @classmethod
     def load(cls, path: str | Path, defaults: Mapping[str, Any] | None = None) -> Config:
-        """Reads a TOML file. The settings of the file are applied to `defaults` by `changed`.
+        """Reads a TOML file. The settings of the file change `defaults`, by the function `changed`.
 
-        Without `defaults` they are applied to USUAL, so that a file without [[tables]] has the usual tables.
+        Without `defaults`, they change USUAL, so that a file without [[tables]] has the usual tables.
 
-        Raises ValueError that names the file, the place in the file and the remedy.
+        If the file cannot be used, raises ValueError that names the file, the place in the file and the remedy.
         """
         try:
             data = parse_toml(Path(path).read_text())
@@ -228,8 +232,11 @@ class Config(Model):
 
 
 def _check_forwarding(table: TableConfig, by_name: Mapping[str, TableConfig]) -> None:
-    """Raises ValueError if the chain of `forward_to` that begins at `table` names a missing table, or is a circle."""
-    path = [table.name]  # the names of the chain so far
+    """Follows `forward_to` from table to table, beginning at `table`.
+
+    Raises ValueError if a table on this path does not exist, or if the path is a circle.
+    """
+    path = [table.name]
     while table.forward_to is not None:
         if table.forward_to not in by_name:
             raise ValueError(
@@ -243,37 +250,40 @@ def _check_forwarding(table: TableConfig, by_name: Mapping[str, TableConfig]) ->
 
 
 def changed(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings (sections by name, as in a file), with the fields that `own` sets in sections and tables replaced.
+    """Returns a copy of `settings`, in which the fields that `own` sets replace the fields of the same names.
 
-    A field whose value has fields itself, such as a sampler, is replaced as a whole.
+    Both arguments contain sections and tables, as a file does. A field whose value has fields itself, such as a
+    sampler, is replaced as a whole.
     """
     result = {**settings, **own}
     for name in settings.keys() & own.keys():
         before = settings[name]
-        after = own[name]
-        # If `settings` are USUAL, their tables are TableConfig, not mappings: tables in `own` replace all of them.
-        if name == "tables" and isinstance(after, list) and all(isinstance(table, Mapping) for table in before):
-            result[name] = _changed_tables(before, after)
-        elif isinstance(before, Mapping) and isinstance(after, Mapping):
-            result[name] = {**before, **after}
+        own_value = own[name]
+        # The tables of USUAL are TableConfig objects and not mappings, so the tables in `own` replace all of them.
+        if name == "tables" and isinstance(own_value, list) and all(isinstance(table, Mapping) for table in before):
+            result[name] = _changed_tables(before, own_value)
+        elif isinstance(before, Mapping) and isinstance(own_value, Mapping):
+            result[name] = {**before, **own_value}
     return result
 
 
 def _changed_tables(tables: Iterable[Mapping[str, Any]], own: list[Any]) -> list[Any]:
     """The tables, each changed by the table of the same name in `own`. All other entries of `own` follow.
 
-    Entries of `own` that are no tables are included, because the caller's validation reports them.
+    The result includes entries of `own` that are no tables, because the caller's validation reports them.
     """
-    own_tables = {table.get("name"): table for table in own if isinstance(table, dict)}
+    own_by_name = {table.get("name"): table for table in own if isinstance(table, dict)}
     result: list[Any] = []
     names = []
     for table in tables:
-        result.append({**table, **own_tables.get(table["name"], {})})
-        names.append(table["name"])
-    for table in own:
-        # New tables, and entries that are no tables. The tables in `names` are in `result` already.
-        if not isinstance(table, dict) or table.get("name") not in names:
-            result.append(table)
+        name = table["name"]
+        own_fields = own_by_name.get(name, {})
+        result.append({**table, **own_fields})
+        names.append(name)
+    for entry in own:
+        is_in_result = isinstance(entry, dict) and entry.get("name") in names
+        if not is_in_result:  # it is a new table, or no table at all
+            result.append(entry)
     return result
 
 
@@ -289,4 +299,4 @@ DEFAULT_TABLES = (
 )
 """The tables of a server whose file names no tables: a queue of new groups, and the pool that the queue feeds."""
 USUAL: Mapping[str, Any] = {"tables": DEFAULT_TABLES}
-"""The settings that a file changes. If the file has [[tables]], they replace both of these tables."""
+"""The settings that a file changes. If the file has [[tables]], its tables replace both of these tables."""

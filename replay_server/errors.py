@@ -30,7 +30,7 @@ class Code(IntEnum):
 
 
 class Reason(StrEnum):
-    """Distinguishes causes that share a code. The client chooses its exception by the reason."""
+    """Distinguishes the causes of errors that have the same code. The client chooses its exception by the reason."""
 
     NONE = ""
     """The code alone says what failed."""
@@ -41,7 +41,8 @@ class Reason(StrEnum):
     DRAINING = "draining"
     """The shard is being emptied and takes no new keys. The client inserts into another shard."""
     LEASE_ENDED = "lease-ended"
-    """An item was to close a batch, or a segment is based on a batch, whose lease has ended."""
+    """The lease of a batch has ended. The request is an item that was to close this batch, or a segment that was made
+    from this batch."""
     STORAGE_FAILED = "storage-failed"
     """The disk is full or fails, or a checkpoint could not be written."""
     TRY_AGAIN = "try-again"
@@ -51,13 +52,16 @@ class Reason(StrEnum):
 
 
 class Refused(Exception):
-    """Ends a request with an error. Make one with the functions below, which fix the code of each cause."""
+    """Ends a request with an error. Make this exception with the functions below, which give each cause its code."""
 
     def __init__(self, code: Code, message: str, reason: Reason = Reason.NONE) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.reason = reason
+
+
+# Each function makes the exception for one cause of a refusal. The docstring states the cause.
 
 
 def invalid(message: str) -> Refused:
@@ -107,7 +111,7 @@ def draining(key: int) -> Refused:
 
 
 def lease_ended(message: str) -> Refused:
-    """An item was to close a batch, or a segment is based on a batch, that its reader does not have any more."""
+    """The reader has lost a batch that the item was to close, or from which the segment was made."""
     return Refused(Code.ABORTED, message, Reason.LEASE_ENDED)
 
 
@@ -127,7 +131,7 @@ def try_again(message: str) -> Refused:
 
 
 def listed_tables(tables: Collection[str], near: str = "") -> str:
-    """The names of `tables` in words: all names if there are few, else only the names nearest to `near`."""
+    """The names of `tables` in words: all names if there are few, else only the names most similar to `near`."""
     if len(tables) <= FEW_TABLES:
         return f"tables: {', '.join(tables)}"
     names = difflib.get_close_matches(near[:100], tables, n=FEW_TABLES, cutoff=0.5)

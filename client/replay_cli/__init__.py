@@ -14,22 +14,23 @@ from replay_cli.quiet import quiet_libraries
 def main() -> None:
     """The entry point. Never returns: it exits with the status of the command."""
     # Ctrl-C while the modules load must end the process with a status, and without a traceback. Python's handler would
-    # raise KeyboardInterrupt, which an import may turn into another exception. There is nothing to clean up yet.
-    # A job in the background of a shell ignores SIGINT, and goes on ignoring it.
-    is_handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_handled:
+    # raise KeyboardInterrupt, which an import may turn into another exception. So `_leave` ends the process at once,
+    # which is possible because there is nothing to clean up yet.
+    # A background job of a shell starts with SIGINT ignored, and must go on ignoring it while the modules load.
+    has_default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if has_default_handler:
         signal.signal(signal.SIGINT, _leave)
     quiet_libraries()
     from replay_cli.app import run
 
-    if is_handled:  # from here on, `run` handles the KeyboardInterrupt of Ctrl-C
+    if has_default_handler:  # from here on, `run` handles the KeyboardInterrupt of Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 
 def _leave(*_: Any) -> None:
     """Ends the process at once with the status of Ctrl-C."""
-    os.write(2, b"replay: interrupted\n")
+    os.write(2, b"replay: interrupted\n")  # 2 is stderr
     os._exit(128 + signal.SIGINT)
 
 

@@ -61,7 +61,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 @taking(ROOT)
 def options(
-    _: dict[str, Any],  # the options of ROOT: the commands read them from the context, see `access_of`
+    _: dict[str, Any],  # the options of ROOT, which the commands read from the context (see `access_of`)
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -72,24 +72,24 @@ def options(
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 
-    SIGTERM, SIGHUP and SIGUSR1 end a command as Ctrl-C does: the items that it holds are requeued. `serve`, `generate`,
-    `score` and `copy` handle these signals themselves: they finish their work and end with status 0. `train` and `run`
-    finish their step.
+    SIGTERM, SIGHUP and SIGUSR1 end a command as Ctrl-C does, and the items that the command holds are requeued.
+    `serve`, `generate`, `score` and `copy` handle these signals themselves: they finish their work and end with status
+    0. `train` and `run` finish their step.
     """
-    ended_by = _INTERRUPTED
-    numbers = stop_signals()
+    status_of_signal = _INTERRUPTED
+    signals = stop_signals()
 
     def terminate(number: int, frame: FrameType | None) -> None:
         # typer returns the status of Ctrl-C for every KeyboardInterrupt, so the status of the signal is noted here.
-        nonlocal ended_by
-        ended_by = 128 + number
+        nonlocal status_of_signal
+        status_of_signal = 128 + number
         raise KeyboardInterrupt
 
-    for number in numbers:
+    for number in signals:
         if number != signal.SIGINT:  # Python itself raises KeyboardInterrupt at SIGINT
             signal.signal(number, terminate)
     try:
-        # Returns the status of typer.Exit, or None, which `sys.exit` takes as 0. Without `standalone_mode`, typer does
+        # The status is that of typer.Exit, or None, which `sys.exit` takes as 0. Without `standalone_mode`, typer does
         # not print errors of usage, but raises them.
         status = app(prog_name="replay", standalone_mode=False)
     except _UsageError as error:
@@ -108,17 +108,17 @@ def run() -> NoReturn:
     except BrokenPipeError:  # the reader of the output has ended, such as `head`
         ignore_stdout()
         status = 1
-    for number in numbers:  # from here on, a signal could only cause a traceback
+    for number in signals:  # ignored, because from here on a signal could only cause a traceback
         signal.signal(number, signal.SIG_IGN)
     if status == _INTERRUPTED:
-        status = ended_by  # the status of the signal that raised KeyboardInterrupt
+        status = status_of_signal
     sys.exit(status)
 
 
 def _complain_of_usage(error: Any) -> None:
-    """Prints the line about a wrong command line or, for a command without arguments, its help."""
+    """Prints one line about a wrong command line. If the command was called without arguments, prints its help."""
     message = error.format_message()
-    if "\n" in message:  # the help: the command was called without arguments
+    if "\n" in message:  # `message` is the help, because the command was called without arguments
         print(message, file=sys.stderr)
         return
     name = "replay" if error.ctx is None else error.ctx.command_path
@@ -126,12 +126,13 @@ def _complain_of_usage(error: Any) -> None:
 
 
 _NO_COMMAND = re.compile(r"^No such command (.*?)\.(?= Did|$)")
-"""The sentence of click about an unknown command. The group is the command in quotes."""
+"""Matches the sentence of click about an unknown command. Group 1 is the command in quotes."""
 
 
 def _mistake(error: Any) -> str:
-    """The mistake in a command line, in a sentence: `--limit must be at least 1`."""
-    is_unknown_option = hasattr(error, "possibilities")  # click's NoSuchOption has it: the options with similar names
+    """Describes the mistake in a command line in one sentence, such as `--limit must be at least 1`."""
+    # Only click's NoSuchOption has `possibilities`, which are the options with similar names.
+    is_unknown_option = hasattr(error, "possibilities")
     if is_unknown_option:
         hint = ""
         if error.possibilities:
@@ -139,8 +140,10 @@ def _mistake(error: Any) -> str:
         return f"there is no option {error.option_name}{hint}"
     parameter = getattr(error, "param", None)
     if parameter is None:  # the error is about the command line as a whole
-        # `format_message` of a BadParameter would put "Invalid value: " before the message.
-        message = str(error.message if isinstance(error, typer.BadParameter) else error.format_message())
+        if isinstance(error, typer.BadParameter):  # `format_message` would put "Invalid value: " before the message
+            message = str(error.message)
+        else:
+            message = str(error.format_message())
         message = _NO_COMMAND.sub(r"there is no command \1", message)
         return message.replace(". Did", "; did").rstrip(".")  # one sentence: `...; did you mean ...?`
     name = parameter.metavar if parameter.param_type_name == "argument" else parameter.opts[0]

@@ -1,6 +1,7 @@
 """Prints the output of commands: text for people, JSON for programs, and one clear line if something fails.
 
-Exit status: 0 all is well, 1 it failed, 2 invalid usage, 130 Ctrl-C, 143 SIGTERM.
+The exit status of a command is 0 for success, 1 for a failure, 2 for invalid usage, 130 after Ctrl-C, and 143 after
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 _WIDTH_WITHOUT_TERMINAL = 240
 """The width, in characters, of output into a file or a pipe. It is large enough that no row is cut off."""
-_claimed: list[TextIO] = []
-"""The copy of standard output that `claim_stdout` makes. The list is empty until then."""
+_stdout_copies: list[TextIO] = []
+"""The one copy of standard output that `claim_stdout` makes for `print_json`. The list is empty until then."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
@@ -40,20 +41,20 @@ def complain(message: object) -> None:
 
 
 def in_words(error: object) -> str:
-    """The message of an error. For an OSError about a file, the message names the file and the reason."""
+    """The message of an error. For an OSError about a file, it consists of the file's name and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def fail(message: object) -> NoReturn:
-    """Ends the command with status 1: it failed."""
+    """Prints the message on standard error, and ends the command with status 1, because the command failed."""
     complain(message)
     raise typer.Exit(1)
 
 
 def misuse(message: object) -> NoReturn:
-    """Ends the command with status 2: invalid usage."""
+    """Prints the message on standard error, and ends the command with status 2, because its usage is invalid."""
     complain(message)
     raise typer.Exit(2)
 
@@ -79,7 +80,7 @@ def printable(text: str) -> str:
         if character.isprintable() or character in "\n\t":
             characters.append(character)
         else:
-            characters.append(repr(character)[1:-1])  # the escape without the quotes around it: \x1b
+            characters.append(repr(character)[1:-1])  # without the quotes, such as \x1b
     return "".join(characters)
 
 
@@ -91,14 +92,15 @@ def one_line(text: str) -> str:
 def console() -> Console:
     """Standard output for tables and colours. There are colours only on a terminal, and not if NO_COLOR is set.
 
-    Only rich itself can send control characters to the terminal. Texts of servers and groups are made `printable`.
+    Only rich itself can send control characters to the terminal. All texts are made `printable`, because servers and
+    groups may contain any characters.
     """
     from rich.console import Console
     from rich.segment import Segment
 
     class PrintableConsole(Console):
         def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
-            """Overrides rich's method: makes all texts printable, and leaves rich's own control characters."""
+            """Overrides rich's method: makes all texts printable, and keeps the control characters of rich itself."""
             for segment in super().render(*args, **options):
                 if segment.control:
                     yield segment
@@ -112,7 +114,7 @@ def console() -> Console:
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str] = ()) -> Table:
     """A table without borders, with one line for each row.
 
-    `left`: the columns that are aligned to the left. The others are aligned to the right, as numbers are.
+    `left` names the columns that are aligned to the left. The others are aligned to the right, as numbers are.
     """
     from rich.table import Table
 
@@ -132,31 +134,37 @@ def claim_stdout() -> None:
     a user's function that prints something would break the JSON.
     """
     sys.stdout.flush()
-    _claimed.append(open(os.dup(sys.stdout.fileno()), "w", encoding="utf-8"))  # noqa: SIM115  for the whole command
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for child processes, which inherit it as standard output
+    copied_descriptor = os.dup(sys.stdout.fileno())
+    stdout_copy = open(copied_descriptor, "w", encoding="utf-8")  # noqa: SIM115  it stays open until the command ends
+    _stdout_copies.append(stdout_copy)
+    # Child processes inherit the file descriptor of standard output. It now leads to standard error.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout = sys.stderr
 
 
 def ignore_stdout() -> None:
-    """Discards further output, because nobody reads the pipe any more. Otherwise Python prints an error at its exit."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.__stdout__, *_claimed):
+    """Discards further output. Call this when standard output cannot be written any more.
+
+    Otherwise Python would write the buffered output when it exits, and print an error.
+    """
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.__stdout__, *_stdout_copies):
         if stream is not None:
-            os.dup2(nothing, stream.fileno())
+            os.dup2(null_device, stream.fileno())
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
-    """Prints a JSON document; with `indent=None` in one line. NaN and infinities become null."""
+    """Prints a JSON document. With `indent=None`, the document has one line. NaN and infinities become null."""
     text = json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
     # `json` escapes only control characters below U+0020. The others could control the terminal, and a lone surrogate
     # cannot be encoded as UTF-8.
     text = re.sub("[\x7f-\x9f\ud800-\udfff]", _escape, text)
-    output = _claimed[-1] if _claimed else sys.stdout
+    output = _stdout_copies[-1] if _stdout_copies else sys.stdout
     print(text, file=output, flush=True)
 
 
 def _escape(match: re.Match[str]) -> str:
-    """The matched character as an escape of JSON."""
+    """The matched character as an escape sequence of JSON."""
     return f"\\u{ord(match[0]):04x}"
 
 
@@ -170,7 +178,10 @@ def print_result(as_json: bool, result: object, *lines: str) -> None:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Asks the person at the terminal, unless `yes`. Ends the command if the answer is no or nobody can answer."""
+    """Asks the person at the terminal for confirmation, unless `yes` is set.
+
+    Ends the command if the answer is no, or if there is no terminal.
+    """
     if yes:
         return
     if not sys.stdin.isatty():

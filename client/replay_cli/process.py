@@ -1,4 +1,4 @@
-"""Sets up logs, traces and signals for the commands that run for long, and checks the name of a model."""
+"""Sets up logs, traces and signals for commands that run for a long time, and checks the name of a model."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class TextFormatter(logging.Formatter):
         """
         line = super().formatMessage(record)
         is_ours = record.name.startswith("replay_")
-        has_lines = getattr(record, "has_lines", False)  # only `show_recipe` logs several lines
+        has_lines = getattr(record, "has_lines", False)  # `show_recipe` sets this, because its record has several lines
         if is_ours and not has_lines:
             return one_line(line)
-        return line  # other packages log lists and boxes, which have several lines
+        return line  # records of other packages may have several lines, because they contain lists and boxes
 
 
 class JsonFormatter(logging.Formatter):
@@ -54,7 +54,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Overrides logging's method: the record as a line of JSON."""
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        utc = time.gmtime(record.created)
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", utc)
         milliseconds = int(record.msecs)
         line = {
             "time": f"{seconds}.{milliseconds:03}Z",
@@ -81,49 +82,50 @@ def set_up_tracing(service: str) -> bool:
     `service`: the name under which spans are exported, unless OTEL_SERVICE_NAME is set.
 
     OTEL_TRACES_EXPORTER is otlp (over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT), console (to standard error) or none. If
-    it is not set, an endpoint makes it otlp. OTEL_TRACES_SAMPLER sets the sampling.
+    it is not set, spans are exported over otlp if an endpoint is set, and otherwise not. OTEL_TRACES_SAMPLER sets the
+    sampling.
     """
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    exporter = os.environ.get("OTEL_TRACES_EXPORTER") or ("otlp" if endpoint else "none")
-    if exporter == "none" or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    kind = os.environ.get("OTEL_TRACES_EXPORTER") or ("otlp" if endpoint else "none")
+    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    if kind == "none" or is_disabled:
         return False
-    if exporter not in ("otlp", "console"):
-        fail(f"OTEL_TRACES_EXPORTER must be otlp, console or none, not {exporter!r}")
+    if kind not in ("otlp", "console"):
+        fail(f"OTEL_TRACES_EXPORTER must be otlp, console or none, not {kind!r}")
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 
-        if exporter == "console":
+        if kind == "console":
             # `indent=None` puts each span into one line.
-            chosen: SpanExporter = ConsoleSpanExporter(
+            exporter: SpanExporter = ConsoleSpanExporter(
                 out=sys.stderr, formatter=lambda span: span.to_json(indent=None) + "\n"
             )
         else:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-            chosen = OTLPSpanExporter()
+            exporter = OTLPSpanExporter()
     except ImportError as error:
         fail(
-            f"OTEL_TRACES_EXPORTER={exporter} needs packages ({error}): "
-            f"pip install '.[otel]' in a clone of the repository"
+            f"OTEL_TRACES_EXPORTER={kind} needs packages ({error}): pip install '.[otel]' in a clone of the repository"
         )
     service_name = os.environ.get("OTEL_SERVICE_NAME", service)
     provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
-    provider.add_span_processor(BatchSpanProcessor(chosen))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     return True
 
 
 def check_model(model: str) -> None:
-    """Ends the command if `model` is a path that does not exist."""
+    """Ends the command if `model` is a path at which there is no folder."""
     if is_missing(model):
         fail(f"--model: there is no folder {model}")
 
 
 def is_missing(model: str) -> bool:
-    """True if `model` is a path that does not exist. transformers would look for such a name on the hub."""
+    """True if `model` is a path at which there is no folder. transformers would look for this path on the hub."""
     return model.startswith(("/", ".", "~")) and not Path(model).is_dir()
 
 
@@ -140,14 +142,14 @@ def loading(model: str) -> Iterator[None]:
 
 
 def why_not_loaded(model: str, error: Exception) -> str:
-    """The error of transformers in one line, which names the model."""
-    missing = "" if Path(model).exists() else "; there is no folder of this name here"
+    """The error of transformers as a message of one line that names the model."""
+    hint = "" if Path(model).exists() else "; there is no folder of this name here"
     reason = " ".join(str(error).split())
-    return f"--model {model} cannot be loaded{missing}: {reason}"
+    return f"--model {model} cannot be loaded{hint}: {reason}"
 
 
 IN_A_RUN = "REPLAY_RUN"
-"""Environment variable that `replay run` sets for its parts. The value is the id of the process that stops them."""
+"""Environment variable that `replay run` sets for its parts. Its value is the process id of `replay run`."""
 SAME_REQUEST = 2.0
 """Seconds after the first signal in which further signals belong to the same request."""
 
@@ -155,39 +157,40 @@ SAME_REQUEST = 2.0
 class FirstSignal:
     """Inside the block, the first signal calls `act` instead of ending the command. A later signal ends the command.
 
-    Signals within SAME_REQUEST after the first one belong to the same request: a rank may get one Ctrl-C twice, from
-    the terminal and from torchrun, and a scheduler may send two signals at once. A person who wants to end the command
-    at once has to wait that long before the second Ctrl-C.
+    Signals within SAME_REQUEST after the first one do nothing, because they belong to the same request: a rank may get
+    one Ctrl-C twice, from the terminal and from torchrun, and a scheduler may send two signals at once. So a person who
+    wants the second Ctrl-C to end the command has to wait for SAME_REQUEST seconds before it.
 
-    A part of `replay run` may get two signals for one stop: first from a scheduler, which signals all processes, and
-    later from the run. Therefore only a later SIGINT ends a part.
+    In a part of `replay run`, only a later SIGINT ends the command, but it does so at any time. The reason is that a
+    part may get two signals for one stop: one from a scheduler, which signals all processes, and later SIGTERM from the
+    run.
     """
 
     def __init__(self, act: Callable[[], None]) -> None:
-        """`act` is called by a signal handler, so it must be quick, and must not print."""
+        """A signal handler calls `act`, so `act` must be quick, and must not print."""
         self.number = 0
         """The number of the first signal; 0: no signal has come."""
         self._act = act
         self._first_time = 0.0
         """The time of the first signal, by the monotonic clock."""
-        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._handlers_before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         """The handler that each signal had before the block, by the number of the signal."""
 
     def __enter__(self) -> FirstSignal:
-        """Handles the stop signals until the end of the block, which restores the handlers from before."""
+        """Handles the stop signals from now on. `__exit__` restores the handlers from before the block."""
         for number in stop_signals():
             handler = signal.getsignal(number)
             if callable(handler):  # an ignored signal stays ignored
-                self._before[number] = handler
+                self._handlers_before[number] = handler
                 signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signals inside the block."""
+        """Handles a signal inside the block: calls `act` at the first signal. A later one may end the command."""
         now = time.monotonic()
         if not self.number:
             self.number = number
@@ -199,9 +202,13 @@ class FirstSignal:
         else:
             ends_command = now - self._first_time > SAME_REQUEST
         if ends_command:
-            self._before[number](number, frame)  # the handler from before the block ends the command
+            handler_before = self._handlers_before[number]
+            handler_before(number, frame)  # this ends the command
 
 
 def say_later(function: Callable[[str], None], message: str) -> None:
-    """Calls `function` on a new thread. A signal handler cannot print: it may interrupt the printing of a line."""
+    """Calls `function` with the message on a new thread.
+
+    A signal handler calls this and does not print itself, because it may have interrupted the printing of a line.
+    """
     threading.Thread(target=function, args=(message,)).start()

@@ -6,14 +6,15 @@ import os
 import sys
 
 QUIETED: set[str] = set()
-"""The environment variables that this process, and not the person, has set. The parts of a run do not inherit them."""
+"""The environment variables that were not set until `quiet_libraries` set them. The parts of a run do not inherit
+them."""
 
 
 def quiet_libraries() -> None:
     """Sets environment variables that libraries read at their import. A variable that is set already keeps its value.
 
-    `serve` does not quiet gRPC, because only gRPC reports failed connections to a server. Progress bars are shown only
-    if standard error is a terminal.
+    The command `serve` does not quiet gRPC, because only gRPC reports a failed connection of a client to the server.
+    Progress bars are shown only if standard error is a terminal.
     """
     quiet = {"HF_HUB_VERBOSITY": "error"}
     if "serve" not in sys.argv:

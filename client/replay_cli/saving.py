@@ -1,8 +1,8 @@
 """`replay checkpoint`, `replay table export` and `import`: copy a whole server, or the items of a table.
 
-A file of items is JSON lines or, with the package pyarrow, Parquet. Its columns are plain values, for a notebook. The
-bytes of the items are a column too, so that an import restores exactly the same items. With `--rows sequences` a row
-is one sequence of a group, as in a data set, and has no bytes.
+A file of items is JSON lines or, with the package pyarrow, Parquet. Its columns have plain values, which a notebook can
+use. One more column has the bytes of the items, so that an import restores exactly the same items. With `--rows
+sequences` a row is one sequence of a group, as in a data set, and has no bytes.
 
 `import` also takes rows of data sets, which have neither keys nor bytes (replay_cli/data_rows.py).
 """
@@ -44,8 +44,8 @@ FileNames = Annotated[
 ]
 
 
-_LONG = 600.0
-"""Seconds that the server may take to write or read a checkpoint."""
+_CHECKPOINT_SECONDS = 600.0
+"""Seconds that the server may take to write a checkpoint, or to read its checkpoints."""
 _PAYLOADS_PER_CALL = 32
 """The most items that are read or inserted at a time."""
 _ITEM_COLUMNS = ("key", "table", "priority", "policy_version", "payload")
@@ -65,8 +65,8 @@ def create(
 
     Example: replay checkpoint create before-the-change
     """
-    with connect(context, _LONG) as client:
-        reach(client, context)  # ends the command within seconds, not after _LONG, if no server answers
+    with connect(context, _CHECKPOINT_SECONDS) as client:
+        reach(client, context)  # if no server answers, this ends the command within seconds
         if name:
             names = [entry.name for entry in ask(client.list_checkpoints)]
             if name in names:
@@ -84,8 +84,8 @@ def list_checkpoints(
 
     Example: replay checkpoint list --verify
     """
-    with connect(context, _LONG) as client:
-        reach(client, context)  # ends the command within seconds, not after _LONG, if no server answers
+    with connect(context, _CHECKPOINT_SECONDS) as client:
+        reach(client, context)  # if no server answers, this ends the command within seconds
         entries = ask(lambda: client.list_checkpoints(verify=verify))
     if as_json:
         print_json([document(entry) for entry in entries])
@@ -98,7 +98,7 @@ def list_checkpoints(
 
 
 def _checkpoint_cells(entry: CheckpointInfo, *, verified: bool) -> tuple[str, ...]:
-    """The cells of a checkpoint in the list. `verified`: the server has read every byte of it."""
+    """The cells of a checkpoint in the list. `verified`: the server has read every byte of the checkpoint."""
     from replay_dashboard.units import byte_size
 
     made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
@@ -133,12 +133,13 @@ def export(
     from replay_cli.archive.rows import Form
 
     tags = parse_tags(tag)
-    form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
+    form = Form(sequences=rows == "sequences", text=load_tokenizer(tokenizer), payloads=payloads)
     with connect(context, 60.0) as client:
-        exported = islice(all_items(client, table, tags), limit)  # None: all of them
-        written = _rows(client, exported, table, form)
-        # Both are iterators, so the items are read from the server only while `write` writes their rows.
-        write(file, form, written, {"table": table}, as_json)
+        infos = islice(all_items(client, table, tags), limit)  # a limit of None: all items
+        file_rows = _rows(client, infos, table, form)
+        # `infos` and `file_rows` are iterators, so the items are read from the server only while `write` writes their
+        # rows.
+        write(file, form, file_rows, {"table": table}, as_json)
 
 
 def import_items(
@@ -166,23 +167,25 @@ def import_items(
     """
     for file in files:
         check_name(file)
-    done = Imported()
+    imported = Imported()
     with connect(context, 60.0) as client:
-        ask(lambda: _insert_all(client, files, table, done, new_keys=new_keys))
-    print_result(as_json, {"files": [str(file) for file in files]} | done.document(), done.words(files))
-    if done.gone:
+        ask(lambda: _insert_all(client, files, table, imported, new_keys=new_keys))
+    result = {"files": [str(file) for file in files], **imported.document()}
+    print_result(as_json, result, imported.words(files))
+    if imported.gone:
         raise typer.Exit(1)
 
 
 @dataclass
 class Imported:
-    """The numbers of items of the files, by their outcome."""
+    """Counts the items of the files by what became of them."""
 
     inserted: int = 0
+    """Items that were not in the server before, and are there after their insert."""
     present: int = 0
     """Items that were in the server before."""
     gone: int = 0
-    """Items that are not in the server after their insert."""
+    """Items that were not in the server before, and are not there after their insert either."""
 
     def document(self) -> dict[str, Any]:
         """The numbers as JSON."""
@@ -203,16 +206,15 @@ class Imported:
 
 
 def _insert_all(
-    client: ReplayClient, files: Sequence[Path], table: str | None, done: Imported, *, new_keys: bool
+    client: ReplayClient, files: Sequence[Path], table: str | None, imported: Imported, *, new_keys: bool
 ) -> None:
-    """Inserts the items of the files into `table`, or each into the tables that its rows name. Counts them in `done`.
+    """Inserts the items of the files into `table`, and counts them in `imported`.
 
-    An item that is in several files is inserted once, into all of its tables. An item that was in the server before
-    counts as present, even if it leaves the server meanwhile.
+    If `table` is None, each item goes into the tables that its rows name. An item that is in several files is inserted
+    once, into all of its tables.
     """
     several = len(files) > 1
-    # The priority of each item in all of its tables. Stays empty if each item joins only one table: `table`, or that of
-    # its own row.
+    # Stays empty if each item joins only one table, either `table` or the table of its row.
     priorities: dict[str, dict[str, float]] = {}
     if several and table is None:
         priorities = _priorities_of_all(files)
@@ -221,36 +223,59 @@ def _insert_all(
         rows = _items_of(file, table)
         while batch := list(islice(rows, _PAYLOADS_PER_CALL)):
             if several:
-                # Items of earlier batches are left out: they have been inserted into all of their tables already.
+                # Leave out items of earlier batches, because they have been inserted into all of their tables already.
                 batch = [(number, row) for number, row in batch if str(row.get("key")) not in known_keys]
                 known_keys.update(str(row.get("key")) for _, row in batch)
-            # With `new_keys`, each insert below makes a new key, which is appended then.
-            keys = [] if new_keys else [int(row["key"]) for _, row in batch]
-            # `get` leaves out items that the server does not have.
-            before = {item.key: item for item in client.get(keys, payloads=False)}
-            for number, row in batch:
-                own_priority = {table or row["table"]: float(row["priority"])}
-                try:
-                    wanted = priorities.get(str(row["key"]), own_priority)
-                    if new_keys:
-                        keys.append(_insert(client, row, wanted, key=None))
-                        continue
-                    _refuse_other_tables(before.get(int(row["key"])), wanted)
-                    _insert(client, row, wanted, key=int(row["key"]))
-                except ValueError as error:
-                    raise ValueError(f"{file}, row {number}: {error}") from None
-            after = {item.key for item in client.get(keys, payloads=False)}
-            done.present += len(before)
-            done.inserted += len(after - before.keys())
-            done.gone += len(set(keys) - after - before.keys())
+            _insert_batch(client, file, batch, table, priorities, imported, new_keys=new_keys)
+
+
+def _insert_batch(
+    client: ReplayClient,
+    file: Path,
+    batch: Sequence[tuple[int, Row]],
+    table: str | None,
+    priorities: Mapping[str, Mapping[str, float]],
+    imported: Imported,
+    *,
+    new_keys: bool,
+) -> None:
+    """Inserts the items of some rows of `file`, and counts them in `imported`.
+
+    `batch`: each row after its row number. `priorities`: item key as text -> the priority of the item in each table. An
+    item that is not in `priorities` goes into `table` or, if that is None, into the table of its row.
+
+    An item that was in the server before counts as present, even if it leaves the server during this call.
+    """
+    # With `new_keys`, an item gets its key only when it is inserted.
+    keys = [] if new_keys else [int(row["key"]) for _, row in batch]
+    # `get` leaves out items that the server does not have.
+    items_before = {item.key: item for item in client.get(keys, payloads=False)}
+    for number, row in batch:
+        own_priority = {table or row["table"]: float(row["priority"])}
+        wanted = priorities.get(str(row["key"]), own_priority)
+        try:
+            if new_keys:
+                keys.append(_insert(client, row, wanted, key=None))
+            else:
+                key = int(row["key"])
+                _refuse_other_tables(items_before.get(key), wanted)
+                _insert(client, row, wanted, key=key)
+        except ValueError as error:
+            raise ValueError(f"{file}, row {number}: {error}") from None
+    keys_before = items_before.keys()
+    keys_after = {item.key for item in client.get(keys, payloads=False)}
+    imported.present += len(keys_before)
+    imported.inserted += len(keys_after - keys_before)
+    imported.gone += len(set(keys) - keys_after - keys_before)
 
 
 def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -> None:
-    """Raises ValueError if the item is in the server already, and not in all the tables of `wanted`.
+    """Raises ValueError if `item` is in the server already, but not in all the tables of `wanted`.
 
-    An insert leaves an item that is there as it is, so it would not add the item to the missing tables.
+    An insert does not change an item that the server has, so it would not add the item to the missing tables. `item` is
+    None if the server does not have it.
     """
-    # An item without tables has left all of them, and is only being sent to a reader.
+    # An item without tables has left all of its tables. The server has it only until it is sent to a reader.
     if item is None or not item.tables:
         return
     missing = wanted.keys() - item.tables.keys()
@@ -262,7 +287,7 @@ def _refuse_other_tables(item: StoredItem | None, wanted: Mapping[str, float]) -
 
 
 def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """The priorities of each item by the names of its tables, in a dict by the item's key as text.
+    """Reads the priority of each item in each of its tables: item key as text -> table name -> priority.
 
     Raises ValueError for a row that lacks key, table or priority.
     """
@@ -283,9 +308,10 @@ def _priorities_of_all(files: Sequence[Path]) -> dict[str, dict[str, float]]:
 
 
 def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: Form) -> Iterator[Row]:
-    """The rows of `items`. An item that leaves the server before its payload is read has no rows."""
+    """Yields the rows of `items`. An item that leaves the server before its payload is read has no rows."""
     while infos := list(islice(items, _PAYLOADS_PER_CALL)):
-        stored = {item.key: item for item in client.get([info.key for info in infos])}
+        keys = [info.key for info in infos]
+        stored = {item.key: item for item in client.get(keys)}
         for info in infos:
             if info.key in stored:
                 facts = info_document(info) | {"table": table}
@@ -293,15 +319,17 @@ def _rows(client: ReplayClient, items: Iterator[ItemInfo], table: str, form: For
 
 
 def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
-    """The items of a file as rows, each after its row number. Rows of a data set become groups.
+    """Yields the items of a file as rows, each after its row number.
 
-    `table`: the table of groups whose rows name no table. Raises a ValueError that names file and row.
+    If the file is a data set, its rows become groups. Such a group goes into `table` if its rows name no table. Raises
+    a ValueError that names file and row.
     """
     from replay_cli.archive.files import read_rows
     from replay_cli.data_rows import items_of
 
     try:
-        for number, row in items_of(enumerate(read_rows(path), start=1), table):
+        numbered_rows = enumerate(read_rows(path), start=1)
+        for number, row in items_of(numbered_rows, table):
             _check(number, row)
             yield number, row
     except ValueError as error:
@@ -312,7 +340,7 @@ def _items_of(path: Path, table: str | None) -> Iterator[tuple[int, Row]]:
 
 
 def _check(number: int, row: Row) -> None:
-    """Raises ValueError for a row that is not an item with its payload, as `export` writes it for `import`."""
+    """Raises ValueError unless the row is an item with its payload, as `export` writes it for `import`."""
     missing = [name for name in _ITEM_COLUMNS if row.get(name) is None]
     if missing:
         raise ValueError(f"row {number}: there is no {', '.join(missing)}{_remedy(row, missing)}")
@@ -328,7 +356,7 @@ def _check(number: int, row: Row) -> None:
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"row {number}: {name} is {row[name]!r:.80}, not a number") from None
     try:
-        # Called only for the errors that they raise.
+        # The results are not needed here. These calls raise ValueError if the row cannot be inserted.
         _tags_of(row)
         _item_of(row)
     except ValueError as error:
@@ -336,22 +364,25 @@ def _check(number: int, row: Row) -> None:
 
 
 def _remedy(row: Row, missing: Sequence[str]) -> str:
-    """The end of the message about a row that lacks the columns `missing`; empty: the message needs no remedy."""
+    """The remedy for a row that lacks the columns `missing`, as the end of a message. Empty: no remedy is known."""
     from replay_cli.data_rows import NEEDED
 
     if missing == ["payload"]:  # exported without payloads, or as sequences
         return "; export it with payloads, a row for each item"
     if "key" in missing and "payload" in missing:  # perhaps a row of a data set
-        lacking = [name for name in NEEDED if row.get(name) is None]
+        missing_of_data_set = [name for name in NEEDED if row.get(name) is None]
         return (
             f", as `replay table export` writes them; and a sequence of your own needs {', '.join(NEEDED)}, of "
-            f"which there is no {', '.join(lacking)}, only {', '.join(map(str, row)) or 'nothing'}"
+            f"which there is no {', '.join(missing_of_data_set)}, only {', '.join(map(str, row)) or 'nothing'}"
         )
     return ""
 
 
 def _tags_of(row: Row) -> Mapping[str, Any] | None:
-    """The tags of a row, which may be an object or JSON text; None: the row has no tags. Raises ValueError."""
+    """The tags of a row; None: the row has no tags.
+
+    The row has them as an object or as the JSON text of an object. Raises ValueError for anything else.
+    """
     tags = row.get("tags")
     if not tags:
         return None

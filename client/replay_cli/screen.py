@@ -1,7 +1,7 @@
 """Shows the state of a server for `tables` and `top`: a headline, a row for each table, permits, clients and waits.
 
-Both use a `Screen`. `tables` asks the server once and prints everything. `top` asks again and again, and prints what
-fits into the terminal.
+Both commands use a `Screen`. `tables` asks the server once and prints everything. `top` asks again and again, and
+prints what fits into the terminal.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HELP = "q quit   space pause"
-_BELOW = 8
-"""The most lines that `top` shows below the tables. Permits and waits come first."""
+_MOST_BELOW = 8
+"""The most lines that `top` shows below the tables. The lines about permits and waits come first, so other lines are
+left out before them."""
 _VALUES = 6
 """The most values of a tag that a line shows."""
 _SPARE = 2
-"""Further lines of the terminal: the heading of the tables, and the last line, which stays empty."""
+"""Lines of the terminal that `Screen.render` does not count otherwise: the heading of the tables, and the last line,
+which stays empty."""
 _HISTORY = 24
 """Past rates that a sparkline shows."""
 
@@ -52,10 +54,10 @@ def headline(address: str, info: ServerInfo) -> Text:
 
 
 def _shard_parts(name: str, shard: ServerInfo | None, by_shard: bool, live: bool) -> Iterator[Text | TableView]:
-    """The line of one of several servers. `shard`: its state, or None if it does not answer.
+    """Yields the parts of the screen about one of several servers. `shard`: its state; None: it does not answer.
 
-    A server that answers has a line only with `by_shard`. The line is followed by the server's tables, unless the
-    screen is `live`: a terminal has no room for them.
+    A server that does not answer always has a line. A server that answers has a line only with `by_shard`. After this
+    line come the server's tables, except on a `live` screen, because a terminal has no room for them.
     """
     if shard is None:
         yield Text(one_line(f"{name}  does not answer"), style="red")
@@ -74,8 +76,9 @@ class TableColumn:
 
     name: str
     cell: Callable[[TableInfo], Cell]
-    goes: int = 0
-    """A narrow terminal leaves out the column with the highest number first. A column with 0 always stays."""
+    removal_rank: int = 0
+    """On a narrow terminal, the column with the highest rank is left out first. A column with the rank 0 always
+    stays."""
 
 
 def _staleness(table: TableInfo) -> str:
@@ -121,27 +124,27 @@ def _stale(table: TableInfo) -> Text:
 COLUMNS = (
     TableColumn("table", lambda table: one_line(table.name)),
     TableColumn("size", _size),
-    TableColumn("bytes", lambda table: byte_size(table.bytes), goes=8),
-    TableColumn("in/s", lambda table: f"{table.inserts_per_second:.1f}", goes=1),
-    TableColumn("out/s", lambda table: f"{table.samples_per_second:.1f}", goes=2),
-    TableColumn("staleness", _staleness, goes=6),
-    TableColumn("oldest", _oldest, goes=7),
-    TableColumn("blocked", _blocked, goes=5),
-    TableColumn("evicted", _evicted, goes=3),
-    TableColumn("stale", _stale, goes=4),
+    TableColumn("bytes", lambda table: byte_size(table.bytes), removal_rank=8),
+    TableColumn("in/s", lambda table: f"{table.inserts_per_second:.1f}", removal_rank=1),
+    TableColumn("out/s", lambda table: f"{table.samples_per_second:.1f}", removal_rank=2),
+    TableColumn("staleness", _staleness, removal_rank=6),
+    TableColumn("oldest", _oldest, removal_rank=7),
+    TableColumn("blocked", _blocked, removal_rank=5),
+    TableColumn("evicted", _evicted, removal_rank=3),
+    TableColumn("stale", _stale, removal_rank=4),
 )
 
 
 @dataclass(frozen=True)
 class TableView:
-    """A row for each table."""
+    """A view for rich with a row for each table of a server."""
 
     tables: Sequence[TableInfo]
     sparks: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None
-    """The past rates (in, out) of each table, by its name. They are shown as sparklines. None: no sparklines."""
+    """Table name -> past rates (in, out), which are shown as sparklines. None: there are no sparklines."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        """rich calls this to print the view: yields one table, with the columns that fit into the width."""
+        """Yields one table of rich, with the columns that fit into the width. rich calls this to print the view."""
         rows = [{column.name: column.cell(table) for column in COLUMNS} for table in self.tables]
         columns = _fitting(rows, options.max_width)
         view = Table(box=None, header_style="bold", pad_edge=False)
@@ -149,8 +152,8 @@ class TableView:
             side: Literal["left", "right"] = "left" if column == "table" else "right"
             view.add_column(column, justify=side, no_wrap=True)
         if self.sparks is not None:
-            # On a narrow terminal, rich first narrows the columns that may wrap. A sparkline has no space at which it
-            # could wrap, so rich cuts it.
+            # On a narrow terminal, rich first narrows the columns that may wrap, so these two may wrap. A sparkline has
+            # no space at which rich could wrap it, so rich cuts it.
             view.add_column("in", overflow="crop", style="green")
             view.add_column("out", overflow="crop", style="cyan")
         for table, row in zip(self.tables, rows, strict=True):
@@ -164,17 +167,17 @@ class TableView:
 
 
 def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
-    """The names of the columns that fit into `width` in whole.
+    """The names of the columns to show in `width` characters.
 
-    A column is left out rather than cut, because half a number is a wrong number.
+    A column that does not fit is left out and not cut, because half a number is a wrong number.
     """
     widths = {}
     for column in COLUMNS:
         cells = [column.name, *(row[column.name] for row in rows)]
         widths[column.name] = max(cell_len(str(cell)) for cell in cells)
     names = [column.name for column in COLUMNS]
-    removable = [column for column in COLUMNS if column.goes]
-    for column in sorted(removable, key=lambda column: -column.goes):
+    removable = [column for column in COLUMNS if column.removal_rank]
+    for column in sorted(removable, key=lambda column: -column.removal_rank):
         needed = sum(widths[name] + 2 for name in names) - 2  # two spaces between columns
         if needed > width:
             names.remove(column.name)
@@ -182,14 +185,14 @@ def _fitting(rows: Sequence[Mapping[str, Cell]], width: int) -> list[str]:
 
 
 def waits(info: ServerInfo) -> list[Text]:
-    """A line for each overdue client, for each kind of waiting request with the reason, and for incomplete items."""
+    """Lines about what waits: overdue clients, requests that wait at a table or for permits, and incomplete items."""
     overdue = [Text(one_line(f"{client.role} overdue: {client.reason}"), style="red") for client in info.overdue]
     lines = []
     for table in info.tables.values():
-        # The name of one request, and the number of such requests that wait at the table, with the reason.
-        for request, wait in (("insert", table.inserting), ("sample request", table.sampling)):
-            if wait.count:
-                lines.append(waiting(wait, request))
+        if table.inserting.count:
+            lines.append(waiting(table.inserting, "insert"))
+        if table.sampling.count:
+            lines.append(waiting(table.sampling, "sample request"))
     if info.admission is not None and info.admission.acquiring.count:
         lines.append(waiting(info.admission.acquiring, "permit request"))
     for table in info.tables.values():
@@ -224,8 +227,9 @@ def balances(info: ServerInfo) -> Iterator[Text]:
 def tags(info: ServerInfo) -> Iterator[Text]:
     """A line for each tag by which a table counts groups: what became of the groups with each value of the tag."""
     for table in info.tables.values():
-        for counts in tag_counts(info, table):  # `counts.values`: the numbers of groups by the value of the tag
-            # The values with the most generated groups come first.
+        for counts in tag_counts(info, table):
+            # `counts.values`: value of the tag -> its numbers of groups. The value with the most generated groups comes
+            # first.
             ordered = sorted(counts.values.items(), key=lambda item: -item[1].generated)
             values = []
             for value, groups in ordered[:_VALUES]:
@@ -237,7 +241,7 @@ def tags(info: ServerInfo) -> Iterator[Text]:
 
 
 def permits(info: ServerInfo) -> Iterator[Text]:
-    """The line about permits; no line if the server has no permits."""
+    """Yields the line about permits. Yields nothing if the server has no permits."""
     admission = info.admission
     if admission is None:
         return
@@ -249,7 +253,7 @@ def permits(info: ServerInfo) -> Iterator[Text]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The values as bars. The largest value has the highest bar."""
+    """The values as a line of bars. The largest value has the highest bar."""
     largest = max(values, default=0.0)
     if largest <= 0:
         return _BARS[0] * len(values)
@@ -271,10 +275,12 @@ Rates = tuple[deque[float], deque[float]]
 
 
 def _no_rates() -> Rates:
+    """The past rates of a table for which there are none yet."""
     return deque(maxlen=_HISTORY), deque(maxlen=_HISTORY)
 
 
 def _rates_by_table() -> defaultdict[str, Rates]:
+    """An empty dict: table name -> past rates. A new name gets `_no_rates`."""
     return defaultdict(_no_rates)
 
 
@@ -288,7 +294,7 @@ class Screen:
     problem: str = ""
     """The reason why the server did not answer the last request; `info` is then old. Empty: the server answered."""
     by_shard: bool = False
-    """True if each of several servers has a line. A server that does not answer has a line in any case."""
+    """True: each of several servers has a line. False: only the servers that do not answer have one."""
     paused: bool = False
     ended: bool = False
     _rates: defaultdict[str, Rates] = field(default_factory=_rates_by_table)
@@ -296,15 +302,15 @@ class Screen:
 
     def record(self, info: ServerInfo) -> None:
         """Stores an answer of the server, and the rates since the answer before it."""
-        # The first answer has no rates, because there is none before it.
+        # For the first answer, `rates_between` returns no rates, because there is no answer before it.
         for name, rates in rates_between(self.info, info).items():
-            for past, rate in zip(self._rates[name], rates, strict=True):
-                past.append(rate)
+            for past_rates, rate in zip(self._rates[name], rates, strict=True):  # (in, out)
+                past_rates.append(rate)
         self.info = info
         self.problem = ""
 
     def press(self, key: str) -> None:
-        """Reacts to a key of the person. An empty key means that the terminal is gone."""
+        """Reacts to a key that was pressed. An empty key means that the terminal is gone."""
         match key:
             case "q" | "\x04" | "":  # "\x04": Ctrl-D
                 self.ended = True
@@ -312,36 +318,38 @@ class Screen:
                 self.paused = not self.paused
 
     def render(self, height: int | None = None) -> Group:
-        """The state of the server: all of it for `tables`, or as much as fits into `height` lines for `top`.
+        """Makes the screen from the last answer of the server.
 
-        With `height`, the last line names the keys. If there is no room for all tables, the lines below them stay, and
-        a further line says how many tables are hidden.
+        `height`: the number of lines of the terminal, for `top`; None: the screen has everything, for `tables`. With
+        `height`, the last line names the keys. If there is no room for all tables, some tables are hidden, and a line
+        below the others says how many. The lines below the tables stay.
         """
         live = height is not None
         problem = [Text(one_line(self.problem), style="red")] if self.problem else []
         if self.info is None:
             return self._without_answer(problem, live)
         above: list[Text | TableView] = [headline(self.address, self.info)]
-        for name, shard in shards_of(self.info):  # nothing for a single server
+        for name, shard in shards_of(self.info):  # yields nothing for a single server
             above += _shard_parts(name, shard, self.by_shard, live)
         above += problem
         below = [*permits(self.info), *waits(self.info), *balances(self.info), *tags(self.info), *clients(self.info)]
         shown = list(self.info.tables.values())
         if height is not None:
             above.append(Text())  # an empty line
-            below = [Text(), *below[:_BELOW], self._keys()]
-            # Each part above and below is one line: `_shard_parts` returns a TableView only if the screen is not live.
+            below = [Text(), *below[:_MOST_BELOW], self._keys()]
+            # Each part above and below the tables is one line, because `_shard_parts` yields a TableView only if the
+            # screen is not live. A table takes one line too.
             room = height - len(above) - len(below) - _SPARE
             if len(shown) > room:
-                fitting = max(1, room - 1)  # one line says how many are hidden
+                fitting = max(1, room - 1)  # one line less, for the line that says how many tables are hidden
                 hidden = len(shown) - fitting
                 shown = shown[:fitting]
                 below.insert(0, Text(f"and {counted(hidden, 'more table')}: `replay tables` has all", style="dim"))
-        for line in (*above, *below):
-            if isinstance(line, Text):
-                line.no_wrap = True
-                line.overflow = "ellipsis" if live else "ignore"  # `tables` prints long lines in whole
-        view = TableView(shown, self._rates if live else None)
+        for part in (*above, *below):
+            if isinstance(part, Text):
+                part.no_wrap = True
+                part.overflow = "ellipsis" if live else "ignore"  # `tables` prints long lines in whole
+        view = TableView(shown, sparks=self._rates if live else None)
         return Group(*above, view, *below)
 
     def _without_answer(self, problem: Sequence[Text], live: bool) -> Group:

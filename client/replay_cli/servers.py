@@ -85,8 +85,8 @@ def serve(
     log_to_stderr(log_level, log_format)
     set_up_tracing("replay-server")
     try:
-        settings = None if recipe is None else recipe_of(recipe)["serve"]
-        loaded = _load(config, settings)
+        recipe_settings = None if recipe is None else recipe_of(recipe)["serve"]
+        loaded = _load(config, recipe_settings)
         loaded = _listening(loaded, {"listen": listen, "metrics_listen": metrics_listen})
     except ValueError as error:
         misuse(error)
@@ -108,11 +108,11 @@ def serve(
             server.restore(restore, replace=replace)  # only notes the checkpoint: the start below restores it
         elif replace:
             misuse("--replace goes with --restore")
-        # Each connection takes a file descriptor. The soft limit, often 1024, becomes the hard limit.
+        # Each connection takes a file descriptor, so raise the soft limit, which is often 1024, to the hard limit.
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
-        # The garbage collector is off until the server has started (see `_announce`). A start with data makes at least
-        # one object for each item, and the collector would look at all of them again and again.
+        # The garbage collector is off until the server has started, and `_announce` turns it on. A start with data
+        # makes at least one object for each item, and the collector would look at all these objects again and again.
         gc.disable()
         event_loop.run(_run(server))
     except (ValueError, OSError) as error:
@@ -120,7 +120,7 @@ def serve(
 
 
 def _check(config: Config) -> None:
-    """Checks the ports and folders of a server, and prints its tables.
+    """Checks the ports and folders of a server for `--check`, and prints its address and tables.
 
     Raises ValueError for a port that is in use, and for a folder that cannot be written.
     """
@@ -137,9 +137,10 @@ def _check(config: Config) -> None:
 
 
 def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
-    """The configuration in a file. The recipe has the settings that the file lacks.
+    """Reads the configuration of a server from a file. Settings that the file lacks come from `recipe`.
 
-    Without file and recipe, the configuration has the two usual tables. Raises ValueError.
+    Without file and recipe, the configuration has the two usual tables. Raises ValueError for settings that a server
+    cannot have.
     """
     from replay_server.config import USUAL, Config
 
@@ -149,9 +150,10 @@ def _load(path: Path | None, recipe: Mapping[str, Any] | None = None) -> Config:
 
 
 def _listening(config: Config, addresses: Mapping[str, str | None]) -> Config:
-    """The configuration, with `addresses` in place of those of its file. Raises ValueError.
+    """A copy of the configuration with the addresses that the command line gives.
 
-    `addresses`: by their names in [server]. None: the address of the file stays.
+    `addresses`: the addresses by their names in [server]; None: the command line does not give it, so the address in
+    `config` stays. Raises ValueError that names the option of a wrong address.
     """
     from pydantic import ValidationError
 
@@ -162,18 +164,19 @@ def _listening(config: Config, addresses: Mapping[str, str | None]) -> Config:
     try:
         section = ServerConfig.model_validate(config.server.model_dump() | changes)
     except ValidationError as error:
-        raise ValueError(in_flags(explain(error), changes)) from error  # names an address by its option: --listen
+        message = in_flags(explain(error), changes)  # has `--listen` instead of `listen`
+        raise ValueError(message) from error
     return config.model_copy(update={"server": section})
 
 
 def _insecure(config: Config) -> Config:
-    """The configuration, with `insecure` in [security]."""
+    """A copy of the configuration with `insecure = true` in [security]."""
     security = config.security.model_copy(update={"insecure": True})
     return config.model_copy(update={"security": security})
 
 
 async def _run(server: ReplayServer) -> None:
-    """Serves until SIGTERM or Ctrl-C. Then the server drains and saves."""
+    """Serves until SIGTERM, Ctrl-C or another stop signal. Then the server drains and saves."""
     from replay_client.waits import stop_signals
 
     for number in stop_signals():
@@ -184,9 +187,10 @@ async def _run(server: ReplayServer) -> None:
 def _announce(server: ReplayServer) -> None:
     """Turns the garbage collector on, and prints the addresses of the server. Programs wait for these lines.
 
-    The server calls this function once it answers.
+    The server calls this function as soon as it answers requests.
     """
-    gc.freeze()  # otherwise the collector would look at all objects that the start has made, which stay
+    # The collector never looks at frozen objects. Freeze the objects that the start has made, because they stay.
+    gc.freeze()
     gc.enable()
     say(f"listening on {server.address}")
     if server.metrics_address is not None:
@@ -219,11 +223,11 @@ def serve_weights(
     log_to_stderr("warning")
     options = access_of(context)
     names = ("token_file", "tls_cert", "tls_key")
-    token, cert, key = [options[name] or os.environ.get(f"REPLAY_{name.upper()}") for name in names]
+    token_file, cert, key = [options[name] or os.environ.get(f"REPLAY_{name.upper()}") for name in names]
     if folder.exists() and not folder.is_dir():
         misuse(f"{folder} is no folder: name weights_dir of the trainer")
     try:
-        server = WeightsServer(folder, ListenAddress("--listen", listen, token, cert, key))
+        server = WeightsServer(folder, ListenAddress("--listen", listen, token_file, cert, key))
     except ValueError as error:
         misuse(error)
     except OSError as error:
@@ -247,7 +251,7 @@ _RAY = (
     option("namespace", "Ray's namespace of the shards.", default="replay"),
     option("ray_address", "The cluster; else the local one.", envvar="RAY_ADDRESS", metavar="HOST:PORT"),
 )
-"""The options of the group `shards`: they name the shards."""
+"""The options of the group `shards`, which say which shards a command is about."""
 
 
 @shards.callback()
@@ -257,7 +261,7 @@ def _name_shards(_: dict[str, Any]) -> None:
 
 
 def _ray_of(context: typer.Context) -> dict[str, Any]:
-    """The options of the group `shards`, which its commands need."""
+    """The values of the options _RAY by name. `context` is that of a command in the group `shards`."""
     assert context.parent is not None  # a command of a group has the group as its parent
     return context.parent.params
 
@@ -267,10 +271,11 @@ _PER_SHARD = (
     option("port", "Shard i listens on this port + i; 0: any free port.", int, 0, min=0, max=65535),
     option("timeout", "Seconds in which all shards must serve.", float, 120.0, min=0),
 )
+"""Options of `up` and `resize`, which `replay_server.shards` takes as they are."""
 
 
 @taking(_PER_SHARD)
-def _size(
+def _up_or_resize(
     per_shard: dict[str, Any],
     context: typer.Context,
     shards: Annotated[int, typer.Option("--shards", "-n", min=1, help="How many servers.")],
@@ -286,7 +291,7 @@ def _size(
     insecure: Insecure = False,
     as_json: AsJson = False,
 ) -> None:
-    """The function of the commands `up` and `resize`, which have the same options."""
+    """Runs the command `up` or `resize`. Both commands have the same options."""
     from replay_server.tables.config import parse_bytes
 
     ray = _ray_of(context)
@@ -294,8 +299,8 @@ def _size(
     reserved = ask(lambda: parse_bytes(memory))
     if insecure:
         loaded = _insecure(loaded)
-    verb = str(context.info_name)  # up or resize
-    statuses = _of_ray(verb, shards, loaded, pin=pin, memory=reserved, **per_shard, **ray)
+    command = str(context.info_name)  # up or resize
+    statuses = _call_service(command, shards, loaded, pin=pin, memory=reserved, **per_shard, **ray)
     _show(statuses, ray, as_json)
 
 
@@ -305,7 +310,7 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
     Example: replay shards status
     """
     ray = _ray_of(context)
-    statuses = _of_ray("status", **ray)
+    statuses = _call_service("status", **ray)
     _show(statuses, ray, as_json)
     if not statuses:
         fail(
@@ -323,7 +328,7 @@ def down(context: typer.Context, yes: Yes = False) -> None:
     """
     ray = _ray_of(context)
     confirm(f"Stop all shards of {ray['namespace']}/{ray['name']}?", yes)
-    stopped = _of_ray("down", **ray)
+    stopped = _call_service("down", **ray)
     say(f"stopped {', '.join(stopped)}" if stopped else "there were no shards")
 
 
@@ -335,23 +340,27 @@ _RESIZE = (
     "Add shards, or empty the last ones and take them away. Status 1 and why while that is unsafe.\n\n"
     "Example: replay shards resize --shards 8"
 )
-shards.add(_size, name="up", text=_UP)
+shards.add(_up_or_resize, name="up", text=_UP)
 shards.add(status, down)
-shards.add(_size, name="resize", text=_RESIZE)
+shards.add(_up_or_resize, name="resize", text=_RESIZE)
 
 
-def _of_ray(verb: str, *arguments: Any, **named: Any) -> Any:
-    """The result of the function `verb` of `replay_server.shards`. An error ends the command with one line."""
+def _call_service(command: str, *arguments: Any, **named: Any) -> Any:
+    """Calls the function of `replay_server.shards` that has the name of the command, and returns its result.
+
+    A ShardError ends the command with one line.
+    """
     from replay_server import shards as service
 
+    function = getattr(service, command)
     try:
-        return getattr(service, verb)(*arguments, **named)
+        return function(*arguments, **named)
     except service.ShardError as error:
         fail(error)
 
 
 def _show(statuses: list[ShardStatus], ray: dict[str, Any], as_json: bool) -> None:
-    """Prints the state of the shards. `ray`: the options of the group `shards`, by name."""
+    """Prints the state of the shards. `ray`: the values of the options _RAY, by name."""
     address = f"ray://{ray['namespace']}/{ray['name']}"
     if as_json:
         document: dict[str, Any] = {"address": address, "shards": [vars(shard) for shard in statuses]}

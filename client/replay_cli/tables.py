@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from replay_client.records import ServerInfo
 
 _ANSWER_SECONDS = 1.0
-"""The server must answer `top` within this time, unless --timeout says otherwise. Until then `top` reads no keys."""
+"""Seconds in which the server must answer `top`, unless --timeout says otherwise. The time is short because `top` reads
+no keys while it waits for an answer."""
 
 
 def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = False) -> None:
@@ -40,7 +41,8 @@ def tables(context: typer.Context, by_shard: ByShard = False, as_json: AsJson = 
         return
     from replay_cli.screen import Screen
 
-    console().print(Screen(address, info, by_shard=by_shard).render(), crop=False)
+    screen = Screen(address, info, by_shard=by_shard)
+    console().print(screen.render(), crop=False)
 
 
 def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
@@ -54,7 +56,7 @@ def _document(address: str, info: ServerInfo, by_shard: bool) -> Document:
     if by_shard:
         documents: dict[str, Document | None] = {}
         for name, shard in shards.items():
-            if shard is None:
+            if shard is None:  # this server does not answer
                 documents[name] = None
             else:
                 documents[name] = {"address": name} | document(shard, pb.ServerInfo.DESCRIPTOR)
@@ -78,13 +80,13 @@ def top(
             misuse("top needs a terminal; use `replay top --json`, or `replay tables`")
     with connect(context, _ANSWER_SECONDS) as client:
         if as_json:
-            _print_looks(client, interval, by_shard)
+            _print_updates(client, interval, by_shard)
         else:
-            _show_looks(client, interval, by_shard)
+            _show_updates(client, interval, by_shard)
 
 
-def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
-    """Shows the tables on the whole terminal, until somebody presses q."""
+def _show_updates(client: ReplayClient, interval: float, by_shard: bool) -> None:
+    """Asks the server again and again, and shows its tables on the whole terminal, until somebody presses q."""
     from rich.live import Live
 
     from replay_cli.screen import Screen
@@ -92,42 +94,43 @@ def _show_looks(client: ReplayClient, interval: float, by_shard: bool) -> None:
 
     with Keyboard() as keyboard, Live(console=console(), screen=True, auto_refresh=False) as live:
         screen = Screen(client.address, by_shard=by_shard)
-        next_look = time.monotonic()
+        next_update = time.monotonic()
         while not screen.ended:
-            if not screen.paused and time.monotonic() >= next_look:
-                next_look = time.monotonic() + interval
+            if not screen.paused and time.monotonic() >= next_update:
+                next_update = time.monotonic() + interval
                 try:
                     screen.record(client.server_info())
                 except ReplayError as error:
                     screen.problem = str(error)
             live.update(screen.render(live.console.height), refresh=True)
-            # Shows the screen again at the next look, or as soon as a key is pressed.
-            wait = interval if screen.paused else max(0.0, next_look - time.monotonic())
+            # Wait for the next update. If a key is pressed, `read` returns at once, and the screen is shown again.
+            wait = interval if screen.paused else max(0.0, next_update - time.monotonic())
             for key in keyboard.read(wait):
                 screen.press(key)
 
 
-def _print_looks(client: ReplayClient, interval: float, by_shard: bool) -> NoReturn:
-    """Asks the server again and again, until a signal, and prints a line each time.
+def _print_updates(client: ReplayClient, interval: float, by_shard: bool) -> NoReturn:
+    """Asks the server again and again, and prints a line of JSON each time, until a signal ends the command.
 
     If the server does not answer, the line has a `problem`, and no tables.
     """
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
 
     while True:
-        look: Document = {"time": time.time()}
+        update: Document = {"time": time.time()}
         try:
-            look |= _document(client.address, client.server_info(), by_shard)
+            update |= _document(client.address, client.server_info(), by_shard)
         except (ServerUnavailableError, DeadlineExceededError) as error:
-            look |= {"address": client.address, "problem": str(error)}
+            update |= {"address": client.address, "problem": str(error)}
         except ReplayError as error:  # the server refuses, perhaps because the token was revoked
             fail(error)
-        print_json(look, indent=None)
+        print_json(update, indent=None)
         time.sleep(interval)
 
 
 class Keyboard:
-    """Reads keys as they are pressed. The end of the `with` block restores the terminal, however the command ends."""
+    """Reads keys as they are pressed, in a `with` block. The end of the block restores the terminal, even after an
+    error."""
 
     def __enter__(self) -> Self:
         self._file = sys.stdin.fileno()
@@ -136,7 +139,7 @@ class Keyboard:
         return self
 
     def read(self, seconds: float) -> str | list[str]:
-        """Waits up to `seconds` for keys. Returns the keys, to loop over.
+        """Waits up to `seconds` for keys, and returns the keys as a sequence.
 
         Returns an empty text if no key was pressed, and `[""]` if the terminal is gone.
         """
@@ -201,7 +204,14 @@ def dashboard(
         misuse(error)
     port = int(listen.rpartition(":")[2])
     token = None if is_loopback(host) else secrets.token_urlsafe(32)  # a page beyond loopback needs a token
-    settings = Settings(access_of(context), tokenizer, runs, token, tuple(allow_host or ()), solved_reward)
+    settings = Settings(
+        access=access_of(context),
+        tokenizer=tokenizer,
+        runs=runs,
+        token=token,
+        allow_hosts=tuple(allow_host or ()),
+        solved_reward=solved_reward,
+    )
     try:
         server = PageServer(settings)  # raises ValueError for settings that cannot be used
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -219,11 +229,14 @@ def dashboard(
     url = f"http://{shown_host}:{listener.getsockname()[1]}/"
     if token is not None:
         url += f"#token={token}"  # a browser does not send the part after #
-    # The page's server handles signals while it runs. A signal that arrives before `server.run` must end it too.
-    early: list[int] = []  # the numbers of such signals
+    # Inside `server.run`, uvicorn handles SIGINT and SIGTERM. `end` handles all stop signals before that, and the other
+    # stop signals at any time. After `server.run`, uvicorn raises the signals that it has handled again, so `end` notes
+    # them too.
+    arrived: list[int] = []  # the numbers of all signals that `end` has noted
 
     def end(number: int, frame: object) -> None:
-        early.append(number)
+        """Notes the signal, and makes `server.run` return."""
+        arrived.append(number)
         server.should_exit = True
 
     from replay_client.waits import stop_signals
@@ -233,9 +246,9 @@ def dashboard(
     has_display = sys.platform != "linux" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     if browser and has_display:
         webbrowser.open(url)
-    os.nice(5)  # if the replay server runs on the same machine, it goes first
+    os.nice(5)  # so that a replay server on the same machine gets the processor first
     server.run(sockets=[listener])  # until a signal, or at once if `end` has set `should_exit`
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if early:  # the signal now ends the command, with the status of the signal
-        signal.raise_signal(early[0])
+    if arrived:  # the signal now ends the command, with the status of the signal
+        signal.raise_signal(arrived[0])

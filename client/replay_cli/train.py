@@ -33,7 +33,7 @@ EVAL_EVERY = 10
 _evaluating = partial(in_panel, "Evaluation")
 """Makes an option that the help shows in the group "Evaluation"."""
 SETTINGS = CommandSettings(GRPOConfig, also=("lora", "evaluation"), without=("output_dir",))
-_FIELDS = (
+_CONFIG_OPTIONS = (
     *options_of(GRPOConfig, "Learning", "max_steps", "groups_per_step", "learning_rate", "beta"),
     *options_of(GRPOConfig, "Learning", "scale_rewards", "seed"),
     *options_of(GRPOConfig, "Replay", "zero_variance", "replay_share"),
@@ -43,7 +43,7 @@ _FIELDS = (
 """The options that set a field of GRPOConfig."""
 
 
-@taking(SETTINGS.options, _FIELDS)
+@taking(SETTINGS.options, _CONFIG_OPTIONS)
 def train(
     source: dict[str, Any],
     chosen: dict[str, Any],
@@ -87,7 +87,8 @@ def train(
     except ImportError as error:
         fail(error)
     except ValueError as error:
-        message = _as_typed(str(error), typed(chosen))
+        given = typed(chosen)
+        message = _in_options(str(error), given)
         # A message about an option begins with the option. Any other message is about a setting of the file.
         is_about_file = source["config"] is not None and not message.startswith("--")
         if is_about_file:
@@ -98,7 +99,7 @@ def train(
     if recipe is not None and not quiet and is_first_rank:
         show_recipe(recipe, "train", options)
     try:
-        beat()  # if its file cannot be written, the command fails now, and not in the middle of the run
+        beat()  # if the file of the heartbeat cannot be written, the command fails now and not during the run
         if check:
             _check(checked, context)
             return
@@ -107,7 +108,7 @@ def train(
         evaluation = None
         if eval_prompts is not None:
             evaluation = _evaluation(eval_prompts, checked.reading, rewards, eval_max_tokens)
-        # These imports take seconds. They come after the checks, so that nobody waits for the error of a check.
+        # These imports take seconds. They come after the checks, so that the error of a check appears at once.
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -115,12 +116,12 @@ def train(
         from replay_trainer import Forgiving, GRPOTrainer, StepSpans
 
         transformers_logging.disable_progress_bar()
-        # An error of the exporter must not end the run.
+        # `Forgiving`, because an error of the exporter must not end the run.
         callbacks = [Forgiving("the exporter of spans", StepSpans())] if tracing else []
         with ReplayClient.from_env(timeout_of(context, None), **access) as client:
             with loading(model):
-                # In bfloat16 a step of 1e-6 rounds to nothing. The base model below an adapter takes no steps, so it
-                # keeps its own dtype.
+                # Weights that are trained are float32, because in bfloat16 an update of 1e-6 would be rounded away. The
+                # weights of the model below an adapter are not trained, so they keep their own dtype.
                 dtype = "float32" if lora is None else "auto"
                 loaded = load_causal_model(model, dtype=dtype)
                 tokenizer = AutoTokenizer.from_pretrained(model)
@@ -130,7 +131,9 @@ def train(
             with FirstSignal(partial(_stop, trainer)) as first:
                 steps_made = trainer.train()
     except (ReplayError, ValueError, OSError, RuntimeError, ImportError, FloatingPointError) as error:
-        fail(_as_typed(in_words(error), typed(access)))
+        given = typed(access)
+        message = _in_options(in_words(error), given)
+        fail(message)
     except KeyboardInterrupt:  # a second signal, or one before or after the training
         complain("stopped; --resume continues from the last training checkpoint")
         raise
@@ -138,7 +141,8 @@ def train(
         if trainer.ranks.is_first:
             complain(_stopped_where(trainer.last_step))
         # A status that is not 0 tells a scheduler that the run is not complete.
-        raise typer.Exit(128 + (first.number or signal.SIGTERM))  # 0: only another rank got a signal
+        number = first.number or signal.SIGTERM  # `first.number` is 0 if only another rank got a signal
+        raise typer.Exit(128 + number)
     if not quiet and trainer.ranks.is_first:
         if steps_made == 0:
             say("nothing was trained, for the run has all its steps already: --max-steps makes it longer")
@@ -146,14 +150,17 @@ def train(
 
 
 def _stop(trainer: GRPOTrainer) -> None:
-    """Asks the trainer to end after its step, and says so on the first rank. Called in a signal handler."""
+    """Asks the trainer to end after the step under way. On the first rank, also prints a line about that.
+
+    A signal handler calls this function.
+    """
     trainer.stop()
     if trainer.ranks.is_first:
         say_later(complain, "stops after this step, with a training checkpoint; a second signal hurries")
 
 
 def _stopped_where(step: int | None) -> str:
-    """The line about a run that was stopped. `step`: its last step; None: the run had not begun."""
+    """The line about a run that was stopped. `step`: the last step of the run; None: the run had not begun."""
     if step is None:
         return "stopped before it began; --resume continues from the last training checkpoint"
     if step == 0:
@@ -162,20 +169,23 @@ def _stopped_where(step: int | None) -> str:
 
 
 def _check(checked: TrainOptions, context: typer.Context) -> None:
-    """Prints the model, the number of steps and of held-out prompts. Raises the error of a check that fails."""
+    """Checks the connection's settings, the folders, the held-out prompts and the model, for `--check`.
+
+    Prints the model, the number of steps and the number of held-out prompts. Raises the error of a check that fails.
+    """
     from replay_client.access import Access
 
-    named = context.params
+    arguments = context.params
     Access.find(**access_of(context))  # raises for a wrong setting of the connection
-    check_folder("--output-dir", named["output_dir"])
+    check_folder("--output-dir", arguments["output_dir"])
     if checked.config.weights_dir is not None:
         check_folder("weights_dir", Path(checked.config.weights_dir))
-    line = f"{named['model']}: {counted(checked.config.max_steps, 'step')}"
-    if named["eval_prompts"] is not None:
-        held_out = _held_out(named["eval_prompts"], checked.reading)
+    line = f"{arguments['model']}: {counted(checked.config.max_steps, 'step')}"
+    if arguments["eval_prompts"] is not None:
+        held_out = _held_out(arguments["eval_prompts"], checked.reading)
         line += f", evaluated with {counted(len(held_out), 'prompt')}"
-    check_weights(named["model"])
-    model_files(named["model"])  # raises if configuration or tokenizer cannot be read
+    check_weights(arguments["model"])
+    model_files(arguments["model"])  # raises if configuration or tokenizer cannot be read
     say(line)
 
 
@@ -191,10 +201,10 @@ class TrainOptions:
 
 
 def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> TrainOptions:
-    """The settings of a trainer, after all checks that are possible without packages and a server.
+    """Makes the settings of a trainer, after all checks that need neither optional packages nor a server.
 
     `options`: settings by name, as `SETTINGS.resolve` returns them. `named`: the values of the command's own options.
-    Raises ValueError.
+    Raises ValueError for settings that a trainer cannot have.
     """
     settings = {name: value for name, value in options.items() if name not in ("lora", "evaluation")}
     lora = options.get("lora")
@@ -212,9 +222,10 @@ def check_options(options: Mapping[str, Any], named: Mapping[str, Any]) -> Train
 
 
 def _check_lora(lora: Any) -> None:
-    """Raises ValueError if [lora] is no section.
+    """Checks the section [lora].
 
-    If it has the field `adapter`, raises ValueError unless that is the only field, and names the folder of an adapter.
+    Raises ValueError if `lora` is no section, if its field `adapter` stands beside other fields, or if `adapter` names
+    a folder that holds no adapter.
     """
     if not isinstance(lora, dict):
         raise ValueError(f"lora is a section of the file: [lora], with r = 16 below it, not lora = {lora!r}")
@@ -227,10 +238,10 @@ def _check_lora(lora: Any) -> None:
 
 
 def _with_adapter(model: Any, lora: dict[str, Any], seed: int) -> Any:
-    """`model` with the LoRA adapter of the section [lora]: the one in the folder `adapter`, or a new one.
+    """Returns `model` with a LoRA adapter: the one in the folder `adapter` of the section [lora], or a new one.
 
-    The other fields of the section are those of peft's LoraConfig. Raises ValueError for an unknown field, or for a
-    model that such an adapter does not fit.
+    The section has `adapter`, or fields of peft's LoraConfig for a new adapter. Raises ValueError for an unknown field,
+    or for a model that the adapter does not fit.
     """
     need("[lora]", "lora", "peft")
     import torch
@@ -240,10 +251,10 @@ def _with_adapter(model: Any, lora: dict[str, Any], seed: int) -> Any:
     if folder is not None:
         return PeftModel.from_pretrained(model, folder, is_trainable=True)
     config = _lora_config(lora)
-    torch.manual_seed(seed)  # half of an adapter begins with random numbers
+    torch.manual_seed(seed)  # one of the two matrices of each new adapter gets random numbers
     with warnings.catch_warnings():
-        # peft warns that an adapter of tied embeddings may not be merged. With merge_adapter, the trainer refuses
-        # such a model in one line.
+        # peft warns that it may be impossible to merge an adapter into a model with tied embeddings. Nobody needs this
+        # warning, because with merge_adapter, the trainer refuses such a model in one line.
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         return get_peft_model(model, config)
 
@@ -265,18 +276,18 @@ def _lora_config(lora: dict[str, Any]) -> Any:
 
 @dataclass
 class _Reading:
-    """The section [evaluation]: how held-out prompts are read. The fields have the names of a generator's options."""
+    """The section [evaluation], which says how held-out prompts are read. A generator has options of the same names."""
 
     prompt_field: str = "prompt"
     split: str = "train"
     chat: bool = False
     system: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """None: the arguments that the running generators report."""
+    """Arguments of the chat template. None: use the arguments that the running generators report."""
 
 
 def _eval_reading(section: Any) -> _Reading:
-    """The section [evaluation], checked. Raises ValueError for an unknown field, or a value of the wrong type."""
+    """Checks the section [evaluation], and returns it. Raises ValueError if a field is unknown or has a wrong value."""
     from replay_protos.settings import unknown_name
 
     if not isinstance(section, dict):
@@ -300,7 +311,7 @@ def _eval_reading(section: Any) -> _Reading:
 
 
 def _evaluation(prompts: str, reading: _Reading, rewards: Sequence[Reward], max_tokens: int) -> PromptEvaluation:
-    """The evaluation of a trainer. Raises ValueError, OSError or ImportError for prompts that cannot be used."""
+    """Makes the evaluation of a trainer. Raises ValueError, OSError or ImportError if the prompts cannot be read."""
     held_out = _held_out(prompts, reading)
     from replay_trainer import PromptEvaluation  # imports torch, so it comes after the check of the prompts
 
@@ -308,7 +319,10 @@ def _evaluation(prompts: str, reading: _Reading, rewards: Sequence[Reward], max_
 
 
 def _rewards(names: list[str] | None) -> list[Reward]:
-    """The reward functions of an evaluation. Raises ValueError or ImportError for a name that leads to no function."""
+    """Loads the reward functions of an evaluation; by default exact_match.
+
+    Raises ValueError or ImportError for a name that leads to no function.
+    """
     from replay_generator.rewards.functions import load_reward
 
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
@@ -316,17 +330,20 @@ def _rewards(names: list[str] | None) -> list[Reward]:
 
 
 def _held_out(prompts: str, reading: _Reading) -> list[Prompt]:
-    """The held-out prompts of an evaluation. Raises ValueError, OSError or ImportError if they cannot be read."""
+    """Reads the held-out prompts of an evaluation. Raises ValueError, OSError or ImportError if that is impossible."""
     from replay_generator.prompts.prompt import PreparedRows, load_prompts
 
-    # Not checked here, because all rows are read below, which raises the error of a row that is no prompt.
+    # `check=False`, because the last line below reads all rows, and raises the error of a row that is no prompt.
     loaded = load_prompts(prompts, prompt_field=reading.prompt_field, split=reading.split, check=False)
     rows = PreparedRows(loaded, reading.prompt_field, reading.system, chat=reading.chat)
     return [rows[index] for index in range(len(rows))]
 
 
-def _as_typed(message: str, names: set[str]) -> str:
-    """`message`, with the settings in `names` as options of the command line: `--max-steps`, not `max_steps`."""
+def _in_options(message: str, names: set[str]) -> str:
+    """`message`, with settings as options of the command line: `--resume` for `resume=True`, `--output-dir`.
+
+    If the first word of the message is in `names`, it also becomes an option: `--max-steps` for `max_steps`.
+    """
     message = message.replace("resume=True", "--resume").replace("output_dir", "--output-dir")
     return in_flags(message, names)
 
@@ -341,6 +358,6 @@ def sum_up(output_dir: Path) -> None:
         say(counted(steps[-1]["step"], "step"))
         for line in summary(steps):
             say(line)
-    folders = published(output_dir)
+    folders = published(output_dir)  # oldest first
     if folders:
         say(f"weights             {folders[-1].resolve()}")

@@ -9,7 +9,8 @@ Every command and `ReplayClient.from_env()` take each setting from the first of 
 A token comes from REPLAY_TOKEN or from a file (`token_file`). It never comes from the command line, which other users
 of the machine can read.
 
-`ListenAddress` is for the other end: the address at which a part of this package listens, and its token.
+`ListenAddress` is for a program that itself listens for connections: its address, its certificate, and the token that
+its clients must send.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ SETTINGS = (
 """The names of all settings."""
 _SWITCHES = ("tls", "allow_insecure_token", "shared_memory")
 """The names of the settings that are on or off."""
-_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
-"""The value of a switch, by the text that stands for it in the environment."""
+_SWITCH_VALUES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+"""Text in the environment -> the value of a switch."""
 
 
 def joined_addresses(address: str | Sequence[str]) -> str:
-    """One text with all addresses, separated by commas. Raises ValueError unless `address` is a text or texts."""
+    """Joins the addresses into one text with commas. A text is returned as it is.
+
+    Raises ValueError if `address` is neither a text nor a sequence of texts.
+    """
     if isinstance(address, str):
         return address
     are_texts = isinstance(address, Iterable) and all(isinstance(text, str) for text in address)
@@ -68,31 +72,31 @@ def joined_addresses(address: str | Sequence[str]) -> str:
 
 
 def split_addresses(address: str) -> dict[str, str]:
-    """The servers that a text with commas lists: host:port by the server's name.
+    """Splits a text with commas into its servers. Returns the host:port of each server, by the server's name.
 
     `NAME=host:port` gives a server its name. The name of any other server is its address, in the spelling of
-    `_name_of_address`. Empty for a ray:// address, because Ray knows the servers of such an address. Raises ValueError
-    for a name that cannot be used or comes twice.
+    `_name_of_address`. For a ray:// address the result is empty, because only Ray knows the servers of such an address.
+    Raises ValueError for a name that cannot be used or comes twice.
     """
     if address.startswith(RAY_SCHEME):
         return {}
     servers: dict[str, str] = {}
     for part in address.split(","):
-        name, equals, server = part.strip().rpartition("=")
+        name, equals, host_and_port = part.strip().rpartition("=")
         if equals:
             check_name(name)
             if not name or "/" in name:
                 raise ValueError(f"address {part!r}: a name before = is not empty, and has no /")
         else:
-            name = _name_of_address(server)
+            name = _name_of_address(host_and_port)
         if name in servers:
             raise ValueError(f"addresses and their names must differ: {name} comes twice in {address}")
-        servers[name] = server
+        servers[name] = host_and_port
     return servers
 
 
 def _name_of_address(address: str) -> str:
-    """The address in lower case, with 127.0.0.1 for localhost: different spellings of an address give one name."""
+    """The address in lower case, with 127.0.0.1 for localhost, so that all spellings of an address give one name."""
     host, colon, port = address.lower().rpartition(":")
     if host == "localhost":
         host = "127.0.0.1"
@@ -114,14 +118,18 @@ class TLS:
     """The name in the server's certificate, if the address has a different host (an IP address, a tunnel)."""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """gRPC's credentials, from these files. Raises ValueError that names an unusable file."""
+        """Reads these files into credentials for gRPC. Raises ValueError that names a file that cannot be used."""
         files = PemFiles.read(cert=self.cert, key=self.key, ca=self.ca)
         return grpc.ssl_channel_credentials(files.ca, files.key, files.cert)
 
 
 @dataclass(frozen=True)
 class Access:
-    """All settings, checked together with their files. Raises ValueError with the remedy."""
+    """All settings of a client's access to a server.
+
+    The constructor checks the settings and the files that they name. It raises ValueError, with the remedy, if one of
+    them cannot be used.
+    """
 
     address: str = DEFAULT_ADDRESS
     """host:port or NAME=host:port; several of these, separated by commas; or ray://NAMESPACE/NAME"""
@@ -130,14 +138,14 @@ class Access:
     tls: TLS | None = None
     """None: the connection is not encrypted."""
     allow_insecure_token: bool = False
-    """Send the token unencrypted to other machines. Anyone on the network can then read it."""
+    """True: the token may go unencrypted to other machines. Anyone on the network can then read it."""
     shared_memory: bool = True
-    """Payloads go through shared memory if the server is on this host. Otherwise they always go over gRPC."""
+    """True: payloads go through shared memory if the server is on this host. False: they always go over gRPC."""
     name: str | None = None
-    """The name by which the server lists this client, if it inserts, samples or publishes. None: host:pid. Empty: the
-    server does not list this client."""
+    """The name by which the server lists this client, if the client inserts, samples or publishes. None: host:pid.
+    Empty: the server does not list this client."""
     _credentials: grpc.ChannelCredentials | None = field(init=False, repr=False, compare=False)
-    """The content of the files of `tls`, read when this object is made. None: not encrypted."""
+    """The content of the files of `tls`, read when this object is made. None: the connection is not encrypted."""
 
     def __post_init__(self) -> None:
         """Checks the settings, and reads the files of `tls`."""
@@ -160,10 +168,11 @@ class Access:
 
     @classmethod
     def find(cls, *, environment: Mapping[str, str] | None = None, **options: Any) -> Self:
-        """Takes each setting from the first of `options`, the environment and the file that has it.
+        """Makes an Access, and takes each setting from the first source that has this setting.
 
-        `options` may have any of SETTINGS, and `client_config`. An option that is None counts as absent. Raises
-        ValueError that names the source of a bad setting.
+        The sources are `options`, then the environment, then the file. `options` may have any of SETTINGS, and
+        `client_config`. An option that is None counts as absent. Raises TypeError for an unknown option, and ValueError
+        that names the source of a bad setting.
         """
         if environment is None:
             environment = os.environ
@@ -171,31 +180,35 @@ class Access:
         values: dict[str, Any] = {name: settings[name].value for name in SETTINGS if name in settings}
         for name in _SWITCHES:
             if name in settings:
-                values[name] = _flag(settings[name].value, settings[name].source)
-        # `cls` checks token and address too, but only here is the source known, which the error must name.
+                values[name] = _switch_value(settings[name].value, settings[name].source)
+        # `cls` checks the token and the address too, but it does not know their sources. An error must name the source,
+        # so check both here first.
         if "token_file" in settings:
             values["token"] = read_token(values.pop("token_file"), settings["token_file"].source)
         elif "token" in settings:
             check_token(settings["token"].value, settings["token"].source)
-        source = settings["address"].source if "address" in settings else "address"
+        address_source = settings["address"].source if "address" in settings else "address"
         for address in split_addresses(values.get("address", DEFAULT_ADDRESS)).values():
-            check_address(address, source)
-        files = {name: values.pop(f"tls_{name}", None) for name in ("ca", "cert", "key", "server_name")}
+            check_address(address, address_source)
+        tls_fields = {name: values.pop(f"tls_{name}", None) for name in ("ca", "cert", "key", "server_name")}
         # Each of these settings turns TLS on, unless `tls` says otherwise.
-        uses_tls = values.get("tls", any(files.values()))
-        values["tls"] = TLS(**files) if uses_tls else None
+        uses_tls = values.get("tls", any(tls_fields.values()))
+        values["tls"] = TLS(**tls_fields) if uses_tls else None
         return cls(**values)
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `AsyncReplayClient` that give a client these settings, without the address."""
         names = ("token", "allow_insecure_token", "shared_memory", "name")
         arguments = {name: getattr(self, name) for name in names}
-        # The client has no None for `tls`. It takes False for an unencrypted connection.
+        # For an unencrypted connection, `AsyncReplayClient` takes False where this class has None.
         arguments["tls"] = self.tls or False
         return arguments
 
     def channel(self, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
-        """A channel that sends the name of this client with every call. It belongs to the running event loop."""
+        """Makes a channel that sends the name of this client with every call.
+
+        The channel belongs to the running event loop. `options` are further options of gRPC, by name.
+        """
         name = own_name() if self.name is None else self.name
         if name:  # with an empty `name`, the server does not list this client
             # The server reads the name from the user agent. Every call has a user agent anyway, so the name costs
@@ -214,15 +227,15 @@ class Access:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata of every call: the token as an Authorization header; empty without a token."""
-        # Call credentials of gRPC could send the token, but they need TLS and use a thread for each call. Interceptors
-        # of gRPC could do it too, but they slow streams down.
+        # Call credentials of gRPC could send the token too, but they need TLS and use a thread for each call.
+        # Interceptors of gRPC could also send the token, but they slow streams down.
         if self.token is None:
             return ()
         return (("authorization", f"Bearer {self.token}"),)
 
 
 def check_address(address: str, source: str, least_port: int = 1) -> str:
-    """Returns the host of host:port. Raises ValueError that names the source.
+    """Checks that `address` is host:port, and returns the host. Raises ValueError that names `source` if it is not.
 
     A `least_port` of 0 allows port 0, with which a server listens on any free port.
     """
@@ -258,7 +271,10 @@ def _may_be_in_name(letter: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that the header of a call cannot hold."""
+    """Raises ValueError unless the name has at most MOST_NAME printable ASCII characters, without spaces.
+
+    The header of a call, in which the name is sent, cannot hold other characters.
+    """
     if not isinstance(name, str) or len(name) > MOST_NAME or not all(_may_be_in_name(letter) for letter in name):
         raise ValueError(f"name must have at most {MOST_NAME} printable ASCII characters without spaces, not {name!r}")
 
@@ -289,9 +305,10 @@ class _Found(NamedTuple):
 
 
 def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, _Found]:
-    """The settings of `options`, the environment and the file, each from the first source that has it.
+    """Finds each setting in the first source that has it: `options`, then `environment`, then the file.
 
-    Raises TypeError for an unknown option, and ValueError for a bad file or for both a token and a token file.
+    Returns the settings by name. Raises TypeError for an unknown option. Raises ValueError for a bad file, and if one
+    source has both a token and a token file.
     """
     arguments = {name: _Found(value, name) for name, value in options.items() if value is not None}
     unknown = arguments.keys() - {*SETTINGS, "client_config"}
@@ -306,8 +323,9 @@ def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -
     config = arguments.get("client_config") or variables.get("client_config")
     if config is not None and config.value:  # client_config="" means: no file, even if the environment names one
         settings = _read_config(config.value)
+    # `settings` has the values of the file now. Variables replace these values, and then arguments replace both.
     for stronger in (variables, arguments):
-        # A token replaces a token file from a weaker source, and a token file replaces a token.
+        # A token also replaces a token file from a weaker source, and a token file replaces a token from there.
         if "token" in stronger or "token_file" in stronger:
             settings.pop("token", None)
             settings.pop("token_file", None)
@@ -319,7 +337,7 @@ def _find_settings(options: Mapping[str, Any], environment: Mapping[str, str]) -
 
 
 def _read_config(path: PathLike) -> dict[str, _Found]:
-    """The settings in a TOML file, by name. Raises ValueError that names the file and the setting."""
+    """Reads the settings in a TOML file, by name. Raises ValueError that names the file and the setting."""
     try:
         data = parse_toml(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -334,13 +352,13 @@ def _read_config(path: PathLike) -> dict[str, _Found]:
     return {name: _Found(value, f"{name} in {path}") for name, value in data.items()}
 
 
-def _flag(value: bool | str, source: str) -> bool:
-    """The value of a switch. Raises ValueError that names the source."""
+def _switch_value(value: bool | str, source: str) -> bool:
+    """Reads the value of a switch. Raises ValueError that names the source of a bad value."""
     if isinstance(value, bool):  # an argument or a value of the file; the environment has texts only
         return value
-    if value.lower() not in _FLAGS:
+    if value.lower() not in _SWITCH_VALUES:
         raise ValueError(f"{source} must be 1 or 0, not {value!r}")
-    return _FLAGS[value.lower()]
+    return _SWITCH_VALUES[value.lower()]
 
 
 # ------------------------------------------------------------------------------------------------ listening
@@ -348,14 +366,14 @@ def _flag(value: bool | str, source: str) -> bool:
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """An address at which a part of this package listens, its certificate, and the token that clients must send.
+    """An address at which a program listens, its certificate, and the token that its clients must send.
 
-    Raises ValueError for an address, a token file or a certificate that cannot be used, and for an address that other
-    machines reach without a token.
+    The constructor raises ValueError for an address, a token file or a certificate that cannot be used. It also raises
+    ValueError if other machines reach the address and no token is needed.
     """
 
     what: str
-    """The name, in errors and warnings, of the part that listens."""
+    """The name of the address, for errors and warnings, for example "--listen"."""
     address: str
     """host:port"""
     token_file: PathLike | None = None
@@ -365,18 +383,19 @@ class ListenAddress:
     key: PathLike | None = None
     """The private key of `cert`."""
     token_setting: str = "token_file"
-    """The name, in errors, of the user's setting that gives `token_file`."""
+    """The name of the user's setting that gives `token_file`, for errors."""
 
     def __post_init__(self) -> None:
         """Checks the address and the files. Warns of an address that other machines reach without TLS."""
-        only_this_machine = is_loopback(check_address(self.address, self.what))
-        # The files are read for their errors only: `tls` and `authorized` read them again at each use.
+        host = check_address(self.address, self.what)
+        is_only_for_this_machine = is_loopback(host)
+        # Reads the files only to find errors in them. `tls` and `authorized` read the files again at each use.
         PemFiles.read(cert=self.cert, key=self.key, ca=None)
         if self.token_file is not None:
             read_token(self.token_file, self.token_setting)
-        elif not only_this_machine:
+        elif not is_only_for_this_machine:
             raise ValueError(f"{self.what} {self.address}: other machines reach it, so it needs a {self.token_setting}")
-        if self.cert is None and not only_this_machine:
+        if self.cert is None and not is_only_for_this_machine:
             why = "without TLS: whoever sees the traffic can read it, the token included"
             logger.warning("%s at %s %s", self.what, self.address, why)
 
@@ -404,5 +423,5 @@ class ListenAddress:
         # `surrogatepass`, because a wrong header may have characters that UTF-8 cannot encode.
         token = authorization.removeprefix("Bearer ").encode(errors="surrogatepass")
         expected = read_token(self.token_file, self.token_setting).encode()
-        # This comparison takes the same time for every wrong token, so its time does not help to guess the token.
+        # This comparison takes the same time for every wrong token, so nobody can guess the token from the time.
         return hmac.compare_digest(token, expected)

@@ -4,8 +4,8 @@ The setting `advantages = "package.module:function"` names such a function. The 
 and returns the advantage of each rollout. `advantages_by` calls the function and checks the returned advantages.
 
     def leave_one_out(rewards_G):
-        others_G = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
-        return rewards_G - others_G
+        mean_of_others_G = (rewards_G.sum() - rewards_G) / (len(rewards_G) - 1)
+        return rewards_G - mean_of_others_G
 
 If the function has parameters with names in `FACTS`, it is called with these facts too. Axis: G rollouts of the group.
 """
@@ -30,9 +30,9 @@ FloatArray = npt.NDArray[np.float32]
 FACTS = ("row", "lengths_G", "rewards_by_function")
 """The names of the facts that a function may ask for.
 
-row: the row of the prompt, a mapping. lengths_G: int64 (G,) tokens that the policy wrote in each rollout.
-rewards_by_function: float64 (G,) rewards of each reward function, before its weight, by the function's name; NaN where
-the function abstained."""
+row: the row of the prompt, a mapping. lengths_G: int64 (G,), the number of tokens that the policy wrote in each
+rollout. rewards_by_function: float64 (G,) rewards of each reward function, by the function's name, not yet multiplied
+by the function's weight; NaN where the function abstained."""
 ADVANTAGES_BY = "advantages_by"
 """A key in `RolloutGroup.meta`. Its value is the name of the user's function that computed the group's advantages."""
 _TRIAL_SIZE = 4
@@ -47,12 +47,15 @@ def name_of(advantages: str | AdvantageFunction) -> str:
 
 
 def load_advantages(advantages: str | AdvantageFunction) -> AdvantageFunction:
-    """The function that "package.module:function" names, or the function itself.
+    """Loads the function that "package.module:function" names. A function is returned as it is.
 
-    Raises ValueError for a name that leads to no function, and for a function that cannot be called as
-    AdvantageFunction says.
+    Raises ValueError for a name that leads to no function, for an async function, and for a function that cannot be
+    called as AdvantageFunction says.
     """
-    function = load_function("advantages", advantages, {}) if isinstance(advantages, str) else advantages
+    if isinstance(advantages, str):
+        function = load_function("advantages", advantages, built_in={})
+    else:
+        function = advantages
     name = name_of(advantages)
     # An object of a class with an async `__call__` is async too.
     call_method = getattr(function, "__call__", None)  # noqa: B004
@@ -63,8 +66,10 @@ def load_advantages(advantages: str | AdvantageFunction) -> AdvantageFunction:
     except (TypeError, ValueError):  # some functions written in C have no signature, so nothing can be checked
         return function
     try:
-        # Only the names of the facts matter here: `bind` checks that the parameters fit, and calls nothing.
-        signature.bind(np.zeros(1), **facts_for(function, dict.fromkeys(FACTS)))
+        # `bind` only checks that the function has parameters for these arguments. It calls nothing, so the values of
+        # the arguments do not matter.
+        facts_without_values = facts_for(function, dict.fromkeys(FACTS))
+        signature.bind(np.zeros(1), **facts_without_values)
     except TypeError as error:
         raise ValueError(
             f"advantages {name!r} has the parameters {signature}, and is called with the rewards alone ({error}): "
@@ -76,9 +81,9 @@ def load_advantages(advantages: str | AdvantageFunction) -> AdvantageFunction:
 def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRIAL_SIZE) -> None:
     """Calls the function with made-up rewards, so that a mistake ends a run before its first group.
 
-    The rewards of the first made-up group differ. The rewards of the second are equal, so that a function that divides
-    by their standard deviation returns NaN, which is refused. A function that takes `row` or `rewards_by_function`, by
-    its name or by `**facts`, is not called, because these facts cannot be made up. Raises ValueError as
+    The rewards of the first made-up group differ. The rewards of the second are equal. There, a function that divides
+    by the standard deviation of the rewards returns NaN, which is refused. The function is not called if it has a
+    parameter `row`, `rewards_by_function` or `**facts`, because these facts cannot be made up. Raises ValueError as
     `load_advantages` and `advantages_by` do.
     """
     function = load_advantages(advantages)
@@ -86,9 +91,9 @@ def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRI
     wanted_facts = facts_for(function, dict.fromkeys(FACTS)).keys()
     if not wanted_facts <= made_up_facts.keys():
         return
-    different_G = np.array([float(rollout % 2) for rollout in range(group_size)])
-    equal_G = np.ones(group_size)
-    for rewards_G in (different_G, equal_G):
+    alternating_rewards_G = np.array([float(rollout % 2) for rollout in range(group_size)])
+    equal_rewards_G = np.ones(group_size)
+    for rewards_G in (alternating_rewards_G, equal_rewards_G):
         with np.errstate(all="ignore"):  # numpy's warning of a division by 0 adds nothing to the error for NaN
             advantages_by(advantages, rewards_G, made_up_facts)
 
@@ -96,29 +101,30 @@ def check_advantages(advantages: str | AdvantageFunction, group_size: int = _TRI
 def advantages_by(
     advantages: str | AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
 ) -> FloatArray:
-    """Float32 (G,) advantages that the function computes from these rewards.
+    """Calls the function with these rewards, checks the advantages that it returns, and returns them as float32 (G,).
 
     `facts` has the value of each known fact by its name in FACTS. Raises ValueError that names the function if the
-    function raises an exception, and in the cases that `as_advantages` lists.
+    function raises an exception, and in the cases that `load_advantages` and `as_advantages` list.
     """
     function = load_advantages(advantages)
     try:
         # Pass a copy of the rewards, because the function may change them.
         result = function(rewards_G.copy(), **facts_for(function, facts))
-    except (Exception, SystemExit) as error:  # SystemExit: a `sys.exit` of the user must not end the generator
-        place = raised_in(error, skip=1)  # the outermost frame is this function
+    except (Exception, SystemExit) as error:  # SystemExit: a `sys.exit` in the user's code must not end the generator
+        place = raised_in(error, skip=1)  # skip the outermost frame, which is this function
         raised = f"{type(error).__name__}: {error}{place}"
         raise ValueError(f"the advantage function {name_of(advantages)!r} raised {raised}") from error
     return as_advantages(result, rewards_G, name_of(advantages))
 
 
 def why_scaled_again(scale_rewards: object, advantages: str | AdvantageFunction | None) -> str:
-    """Why a trainer with this `scale_rewards` cannot train on the `advantages` of a generator. Empty: it can.
+    """Says why a trainer with this `scale_rewards` cannot train on what the function `advantages` computed.
 
-    A text in `scale_rewards` makes the trainer compute advantages itself. With None it trains on those of the group.
+    Empty if the trainer can train on it, or if `advantages` names no function. If `scale_rewards` is a text, the
+    trainer computes advantages itself. If it is None, the trainer trains on the advantages of the group.
     """
-    recomputes = isinstance(scale_rewards, str)
-    if not recomputes or not advantages:
+    trainer_computes_advantages = isinstance(scale_rewards, str)
+    if not trainer_computes_advantages or not advantages:
         return ""
     return (
         f"scale_rewards = {scale_rewards!r} of the trainer would put other advantages in the place of those that "
@@ -127,37 +133,37 @@ def why_scaled_again(scale_rewards: object, advantages: str | AdvantageFunction 
 
 
 def as_advantages(result: Any, rewards_G: npt.NDArray[np.float64], name: str) -> FloatArray:
-    """The advantages that the function `name` returned for these rewards, as float32 (G,).
+    """Checks the `result` that the function `name` returned for these rewards, and returns it as float32 (G,).
 
     Raises ValueError unless the result has one number for each rollout, within ±MAX_VALUE.
     """
     size = rewards_G.size
     wanted = f"one number for each of the {counted(size, 'rollout')}, an array of shape ({size},)"
-    failed = f"the advantage function {name!r} returned"
+    begin = f"the advantage function {name!r} returned"  # each error begins with this
     try:
         advantages = np.asarray(result)
     except Exception as error:  # for example a tensor of torch that has a gradient
-        raise ValueError(f"{failed} a {type(result).__name__}, which is no array ({error}): return {wanted}") from error
+        raise ValueError(f"{begin} a {type(result).__name__}, which is no array ({error}): return {wanted}") from error
     is_number = advantages.dtype.kind in "iuf"  # signed, unsigned, float
     if not is_number:
-        raise ValueError(f"{failed} {_shown(result)}: return {wanted}")
+        raise ValueError(f"{begin} {_shown(result)}: return {wanted}")
     if advantages.shape != (size,):
-        raise ValueError(f"{failed} an array of shape {advantages.shape}: return {wanted}")
+        raise ValueError(f"{begin} an array of shape {advantages.shape}: return {wanted}")
     # A comparison with NaN is False, so NaN counts as wrong too.
     wrong_G = ~(np.abs(advantages) <= MAX_VALUE)
     if wrong_G.any():
-        rollout = int(wrong_G.argmax())  # the first wrong one
+        rollout = int(wrong_G.argmax())  # the first wrong rollout
         raise ValueError(
-            f"{failed} {advantages[rollout]:g} for rollout {rollout} of a group with the rewards {_shown(rewards_G)}: "
+            f"{begin} {advantages[rollout]:g} for rollout {rollout} of a group with the rewards {_shown(rewards_G)}: "
             f"return numbers within ±{MAX_VALUE:g}, such as 0 where all rewards are equal"
         )
     return advantages.astype(np.float32)
 
 
 def facts_for(function: AdvantageFunction, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts for which the function has a parameter, by name; all facts if it has a parameter like `**facts`.
+    """Selects the facts for which the function has a parameter, by name.
 
-    Empty if Python does not know the parameters.
+    These are all facts if the function has a parameter like `**facts`, and none if Python does not know its parameters.
     """
     try:
         parameters = inspect.signature(function).parameters

@@ -1,7 +1,8 @@
 """AsyncReplayClient: the client for code with asyncio. ReplayClient is derived from it.
 
 Each method makes a request of its arguments. With one server, the client sends the request straight to this server
-(`OneServer`). With several servers, `replay_client.shards` has the rules by which the servers share the request.
+(`OneServer`). With several servers, `replay_client.shards` has the rules that say which servers get which part of the
+request.
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ class Servers(NamedTuple):
 
 
 def servers_of(access: Access, timeout: float | None) -> Servers:
-    """The servers at the address of `access`. Raises ValueError for an address that cannot be used."""
+    """Makes the objects to which a client with this `access` hands its calls.
+
+    `timeout` is the client's own timeout in seconds; None: no limit. Raises ValueError for an address that cannot be
+    used.
+    """
     if len(split_addresses(access.address)) == 1:
         server = OneServer(access, timeout)
         return Servers(
@@ -90,8 +95,8 @@ def servers_of(access: Access, timeout: float | None) -> Servers:
             board=server,
             permits=server,
         )
-    # Several servers, or a ray:// address, for which `split_addresses` returns no server. Imported here, because a
-    # client of one server needs none of these modules.
+    # The address has several servers, or is a ray:// address, for which `split_addresses` returns no server.
+    # The modules are imported here, because a client of one server needs none of them.
     from replay_client.shards.fleet import Fleet
     from replay_client.shards.placing import Placement
     from replay_client.shards.policy import PermitOffice, PolicyBoard
@@ -111,12 +116,12 @@ def servers_of(access: Access, timeout: float | None) -> Servers:
 class AsyncReplayClient:
     """A client of the replay server at `address` ("host:port").
 
-    Several addresses, as a list or with commas, or "ray://NAMESPACE/NAME", make a client of all these servers with the
-    same methods. `replay_client.shards` says what each method does then.
+    With several addresses, in a list or separated by commas, or with "ray://NAMESPACE/NAME", it is a client of all
+    these servers and has the same methods. `replay_client.shards` says what each method does with several servers.
 
-    Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
-    server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
-    subclasses of `replay_client.errors.ReplayError`.
+    The `timeout` of a method is in seconds. Without this argument, the client's own timeout applies. None waits for
+    ever. While no server answers, a method tries again until its time is up, and then raises ServerUnavailableError.
+    All errors are subclasses of `replay_client.errors.ReplayError`.
 
     A client belongs to one event loop, and does not work in a forked process: use `spawn`.
     """
@@ -132,10 +137,12 @@ class AsyncReplayClient:
         shared_memory: bool = True,
         name: str | None = None,
     ) -> None:
-        """`tls`: True for a server whose certificate a public authority signed, or a TLS that names files.
+        """Makes a client with these settings, after it has checked them.
 
-        `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: how the server lists this
-        client among those that insert, sample or publish; host:pid unless given.
+        `timeout`: the seconds of each call without a timeout of its own; None: no limit. `tls`: False for a connection
+        that is not encrypted, True for a server whose certificate a public authority signed, or a TLS that names files.
+        `shared_memory=False` sends payloads over gRPC even to a server on this host. `name`: the name by which the
+        server lists this client if it inserts, samples or publishes; host:pid unless given.
 
         A token is sent to other machines only over TLS, unless `allow_insecure_token` says that the network is trusted.
         Raises ValueError for an address, token or file that cannot be used, and RuntimeError in a process that was
@@ -170,7 +177,7 @@ class AsyncReplayClient:
 
     @classmethod
     def from_env(cls, timeout: float | None = 30.0, **settings: Any) -> Self:
-        """A client with the settings of the environment, for example REPLAY_ADDRESS, REPLAY_TOKEN and REPLAY_TLS_CA.
+        """Makes a client from variables of the environment, such as REPLAY_ADDRESS, REPLAY_TOKEN and REPLAY_TLS_CA.
 
         `replay_client.access` lists the settings. An argument with the name of a setting wins over the environment.
         Raises ValueError that names the source of a bad setting.
@@ -185,7 +192,7 @@ class AsyncReplayClient:
 
     @property
     def transport(self) -> str:
-        """The transport of payloads: "shared memory", or "grpc: " with the reason.
+        """The transport of payloads: "shared memory", or "grpc: " with the reason why it is not shared memory.
 
         For several servers: "SHARD: TRANSPORT" of each server whose address is known, separated by semicolons.
         """
@@ -217,10 +224,10 @@ class AsyncReplayClient:
         unless given. With `permits` the insert uses up one permit of that grant. `tags`: at most 8 small values by
         which the item can be found, such as {"environment": "math"}.
 
-        `closes`: samples that were drawn with a lease, and from which the group was made. They are acknowledged in the
-        same moment in which the group enters its tables, so that a kill leaves both changes or neither. If one of the
-        leases has ended, another reader may have the sample. Then LeaseEndedError is raised, and the group is not
-        inserted.
+        `closes`: the samples from which the group was made. They must have been drawn with a lease. The server
+        acknowledges them at the same moment at which the group enters its tables. So if a process is killed, the server
+        has made both changes or neither. If one of the leases has ended, another reader may have the sample. Then
+        LeaseEndedError is raised, and the group is not inserted.
 
         Raises InvalidRequestError, TableNotFoundError, StaleItemError, PayloadTooLargeError, TableFullError,
         ServerBusyError, StorageError, or DeadlineExceededError with the reason of the wait.
@@ -235,11 +242,11 @@ class AsyncReplayClient:
     def writer(
         self, max_in_flight: int = 64, *, max_bytes: int = WRITER_BYTES, timeout: Timeout = DEFAULT
     ) -> AsyncWriter:
-        """A pipeline of inserts: `insert` returns before the server has acknowledged the group.
+        """Makes a pipeline of inserts. Its `insert` returns before the server has acknowledged the group.
 
-        At most `max_in_flight` groups and `max_bytes` payload bytes are not acknowledged at any time. If one of several
-        servers is away, the groups and bytes that wait for it do not count. `timeout` is the most seconds that each
-        group may wait for its tables.
+        At any time, at most `max_in_flight` groups and `max_bytes` payload bytes wait to be acknowledged. If one of
+        several servers is away, the groups and bytes that wait for this server do not count. `timeout` is the most
+        seconds that each group may wait for its tables.
         """
         seconds = self._seconds(timeout)
         return AsyncWriter(self._fleet, self._placement, self._keys, max_in_flight, max_bytes, seconds)
@@ -253,18 +260,18 @@ class AsyncReplayClient:
         held: Sequence[Sample] = (),
         timeout: Timeout = DEFAULT,
     ) -> ExtendResult:
-        """Adds columns to a stored group. Readers find them in its extras from then on.
+        """Adds columns to a stored group. From then on, readers find the columns in the group's extras.
 
-        `extras` and `axes` are those of RolloutGroup. The columns must fit the group, or nobody can read the group any
-        more. The server cannot check that they fit. The client checks it before it sends anything, but only if `key`
-        is the Sample or StoredItem and not just its key.
+        `extras` and `axes` are as the fields of RolloutGroup with these names. If the columns do not fit the group,
+        nobody can read the group any more. The server cannot check whether the columns fit. The client checks it before
+        it sends anything, but only if the argument `key` is the Sample or StoredItem and not just its key.
 
         Returns when the server has acknowledged the columns. If the item already has a column of the same name, that
         column stays as it is. This is no error: the result has the name in `present`. Batches that were drawn before
         stay as they were drawn. Tables that require these columns can give the item from now on.
 
-        `held`: samples that were drawn with a lease. If one of the leases has ended, so that another reader may have
-        the sample, nothing is added.
+        `held`: samples that were drawn with a lease. If one of these leases has ended, another reader may have the
+        sample, so nothing is added.
 
         Raises PayloadTooLargeError, TableFullError, ServerBusyError or StorageError if the item cannot grow,
         LeaseEndedError if a lease of `held` has ended, and InvalidRequestError for columns that no group can have. Then
@@ -274,17 +281,18 @@ class AsyncReplayClient:
             raise InvalidRequestError(f"extras must be arrays by name, not {shortened(extras)}")
         if not isinstance(axes, Mapping | None):
             raise InvalidRequestError(f'axes must be by name, such as {{"values": "token"}}, not {shortened(axes)}')
+        axes = axes or {}
         if isinstance(key, Sample | StoredItem):
-            check_extension(key, extras, axes or {})
+            check_extension(key, extras, axes)
             key = key.info.key if isinstance(key, Sample) else key.key
         deadline = Deadline(self._seconds(timeout))
         columns = dict(extras)
         present: set[str] = set()
-        # The server refuses a segment if the item already has one of the columns. Then send the other columns alone.
+        # The server refuses a segment if the item already has one of its columns. Then send the other columns alone.
         while True:
-            column_axes = {name: axis for name, axis in (axes or {}).items() if name not in present}
+            column_axes = {name: axis for name, axis in axes.items() if name not in present}
             item = Item.segment(key, columns, column_axes, deadline.seconds)
-            # For a segment, the server checks these leases, and does not end them.
+            # The insert of a new item ends the leases in `closes`. For a segment, the server only checks these leases.
             item.closes = tuple(sample.info.lease_id for sample in held)
             unchanged = await self._placement.extend(item)
             if unchanged is None:  # the server has added all columns
@@ -315,12 +323,12 @@ class AsyncReplayClient:
         When the time is up, `min_samples` items are enough; without `min_samples` all are needed. `distinct`: no item
         is twice in the result. `scope`: a name, for example of a training step that several ranks share; the result has
         no item that any client drew under the same name before. `exclude`: keys that the result must not have.
-        `lease`: seconds within which `acknowledge` must follow, or the server takes the items back as if they were
-        never drawn; 0: no lease.
+        `lease`: seconds within which `acknowledge` must follow. Otherwise the server takes the items back, as if they
+        were never drawn. 0: no lease.
 
-        An item of a queue reaches one reader, once: the client asks again for what a broken connection or a restart of
-        the server has lost. If the time is up before the server has confirmed a batch, the next call with the same
-        arguments goes on with that batch.
+        An item of a queue reaches one reader, once. So if a broken connection or a restart of the server loses a batch,
+        the client asks for this batch again. If the time is up before the server has confirmed a batch, the next call
+        with the same arguments goes on with that batch.
 
         Raises TableNotFoundError, ServerBusyError, or DeadlineExceededError with the reason of the wait.
         """
@@ -342,28 +350,31 @@ class AsyncReplayClient:
     ) -> MutationResult:
         """Acknowledges samples that were drawn with a lease, or requeues them.
 
-        The result counts batches, and not samples. A batch is `missing` if its lease had ended: the server has then
-        taken the items back.
+        The result counts batches, not samples. `missing` has the leases that had ended, so that the server has already
+        taken their batches back.
         """
-        what = "requeue" if requeue else "acknowledge"
-        return await self._draws.end(samples, what, self._seconds(timeout))
+        action = "requeue" if requeue else "acknowledge"
+        return await self._draws.end(samples, action, self._seconds(timeout))
 
     async def renew(self, samples: Iterable[Sample], lease: float, *, timeout: Timeout = DEFAULT) -> MutationResult:
         """Lets the leases of samples end `lease` seconds from now, and tells the server that the samples are in use.
 
-        Items in use join the table of `forward_to`, and their leases go on after a restart of a durable server. The
-        result counts batches. A batch is `missing` if its lease had ended; `consume` then consumes its items.
+        Items in use join the table that `forward_to` names, and their leases go on after a restart of a durable server.
+        The result counts batches. `missing` has the leases that had ended. If the caller has used the items of such a
+        batch, `consume` consumes them.
         """
         return await self._draws.end(samples, "renew", self._seconds(timeout), lease)
 
     def auto_renew(self, samples: Iterable[Sample], lease: float, on_lost: OnLost) -> AsyncLeaseRenewer:
         """Renews the leases of samples in the background, each four times within `lease` seconds.
 
-        `add` and `forget` of the result change which samples are renewed; `close` ends all renewals. The first renewal
-        follows at once, and tells the server that the samples are in use, as `renew` does. `on_lost` is called once
-        with the `info` of samples whose lease has ended, on the thread of the event loop: another reader may have these
-        samples by now. While no server answers, `on_lost` is not called: the server says which leases have ended when
-        it answers again. With several servers, the samples of one that cannot be reached count as lost.
+        `add` and `forget` of the result change which samples are renewed. `close` ends all renewals. The first renewal
+        follows at once, and tells the server that the samples are in use, as `renew` does.
+
+        When leases have ended, `on_lost` is called once with the `info` of their samples, on the thread of the event
+        loop. Another reader may have these samples by now. While no server answers, `on_lost` is not called, because
+        only the server knows which leases have ended. With several servers, if one of them cannot be reached, its
+        samples count as lost.
         """
         renewer = AsyncLeaseRenewer(self.renew, lease, on_lost)
         renewer.add(samples)
@@ -389,12 +400,14 @@ class AsyncReplayClient:
         lease: float = 0.0,
         on_lease: OnLease = ignore,
     ) -> AsyncSampler:
-        """An endless iterator over batches of `batch_size` samples, with up to `prefetch` batches drawn ahead.
+        """Makes an endless iterator over batches of `batch_size` samples. It draws up to `prefetch` batches ahead.
 
-        `timeout` bounds the wait for each batch, in seconds. `lease`: seconds. A batch that the caller gets is in use,
-        as after `renew`, and returns to its table after this time, unless `renew` or `acknowledge` is called before; 0:
-        the batch is the caller's for good. `on_lease` is called with each batch just before its lease begins, on the
-        thread of the event loop.
+        `timeout` bounds the wait for each batch, in seconds. `distinct` is as for `sample`.
+
+        `lease`: the seconds of each lease. The lease of a batch begins when the caller gets the batch. The batch is
+        then in use, as after `renew`. It returns to its table at the end of the lease, unless `renew` or `acknowledge`
+        is called before. With 0, the batch is the caller's for good. `on_lease` is called with each batch just before
+        its lease begins, on the thread of the event loop.
         """
         request = message_of(
             pb.SampleRequest,
@@ -412,8 +425,9 @@ class AsyncReplayClient:
     ) -> MutationResult:
         """Sets the priorities of items of one table, by key.
 
-        Raises InvalidRequestError for a priority that the table does not take. Then the server of that item has changed
-        no priority. Other servers of the client may have changed theirs.
+        Raises InvalidRequestError for a priority that the table does not take. The server with that item has then
+        changed no priority. If the client has several servers, the others may have changed the priorities of their
+        items.
         """
         keys = column("keys", priorities.keys(), np.uint64)
         values = column("priorities", priorities.values(), np.float64)
@@ -427,7 +441,7 @@ class AsyncReplayClient:
         *,
         timeout: Timeout = DEFAULT,
     ) -> MutationResult:
-        """`update_priorities` for two arrays of shape (K,), with K at most 1,000,000."""
+        """As `update_priorities`, for keys and priorities in two arrays of shape (K,), with K at most 1,000,000."""
         request = priorities_message(table, keys, priorities)
         return await self._placement.change("UpdatePriorities", request, self._seconds(timeout))
 
@@ -437,7 +451,7 @@ class AsyncReplayClient:
         return await self._placement.change("Delete", once(request), self._seconds(timeout))
 
     async def get(self, keys: Iterable[int], *, payloads: bool = True, timeout: Timeout = DEFAULT) -> list[StoredItem]:
-        """The items with these keys, as far as the server holds them. Does not count as sampling.
+        """Reads the items with these keys, without those that the server does not hold. Does not count as sampling.
 
         With `payloads=False` no payload is sent, and the payloads of the items are empty. This is enough to see which
         items the server holds.
@@ -467,9 +481,10 @@ class AsyncReplayClient:
     ) -> ItemPage:
         """One page of the items of a table, without their payloads. All bounds are inclusive.
 
-        `tags`: only items that have all of these. Values are compared as text, so "3" finds the number 3; "" finds
-        items without the tag. Tags that the table indexes are found at once. For other tags the server looks at each
-        item. `page` is the `next_page` of the page before. Raises TableNotFoundError or InvalidRequestError.
+        `tags`: only items that have all these tags. Values are compared as text, so "3" finds the number 3. The value
+        "" finds items without the tag. The server finds items at once by tags that the table indexes. For other tags it
+        looks at each item. `page` is the `next_page` of the page before. Raises TableNotFoundError or
+        InvalidRequestError.
         """
         request = message_of(
             pb.ListItemsRequest,
@@ -516,9 +531,9 @@ class AsyncReplayClient:
     ) -> Policy:
         """Announces that the trainer has finished `version` updates, and where it saved the weights.
 
-        `state` names the training checkpoint that is saved with this version: any id that was not used before. The
+        `state` names the training checkpoint that is saved with this version, by any id that was not used before. The
         checkpoint contains the effect of all items that were acknowledged before this call. Tables with retain_consumed
-        retain the items that are acknowledged after it.
+        retain the items that are acknowledged after this call.
 
         With `rollback` the trainer starts again from this version, which may be the current one or a lower one, and the
         server counts permits anew. With `rollback` and `state`, the items that were acknowledged after that state
@@ -534,8 +549,8 @@ class AsyncReplayClient:
             state=state,
         )
         if rollback and state:
-            # The server must not repeat this rollback when it answers a retry. `once` gives the request an id, by which
-            # the server recognises a retry.
+            # A retry of this request must not make the server roll back again. `once` gives the request an id, by which
+            # the server recognises the retry.
             once(request)
         return await self._board.publish(request, self._seconds(timeout))
 
@@ -556,7 +571,8 @@ class AsyncReplayClient:
     async def acquire_permits(self, count: int = 1, *, timeout: Timeout = DEFAULT) -> PermitGrant:
         """Acquires permits to generate `count` groups. Waits until groups that start now will not be too stale.
 
-        Raises DeadlineExceededError with the reason, and UnsupportedError if the server has no [admission].
+        Raises DeadlineExceededError with the reason of the wait, and UnsupportedError if the server's configuration has
+        no [admission].
         """
         seconds = self._seconds(timeout)
         request = message_of(pb.AcquirePermitsRequest, count=count, timeout=seconds)
@@ -572,7 +588,7 @@ class AsyncReplayClient:
     async def describe(self, settings: Mapping[str, str], *, timeout: Timeout = 5.0) -> None:
         """Sends the settings of this client, if a server answers. `server_info` shows them beside the client's name.
 
-        The settings replace those that this client sent before. A restart of the server loses them. Raises
+        The settings replace those that this client sent before. The server loses them when it restarts. Raises
         InvalidRequestError for more than 64 settings, for more than 4096 bytes as JSON, and if another connection of
         the same name is open.
         """
@@ -589,9 +605,9 @@ class AsyncReplayClient:
     async def create_checkpoint(self, name: str = "", *, timeout: Timeout = DEFAULT) -> str:
         """Makes the server write a checkpoint: a copy of all tables at one moment. Returns its name.
 
-        The server serves other requests meanwhile, and finishes the checkpoint even if the client stops waiting.
-        Without `name` the server chooses one, and keeps only the last few checkpoints that it named. Raises
-        UnsupportedError if the server has no place for checkpoints, and StorageError if it cannot write one.
+        While the server writes the checkpoint, it serves other requests. It finishes the checkpoint even if the client
+        stops waiting. Without `name` the server chooses one, and keeps only the last few checkpoints that it named.
+        Raises UnsupportedError if the server has no place for checkpoints, and StorageError if it cannot write one.
         """
         request = message_of(pb.CreateCheckpointRequest, name=name)
         return await self._fleet.ask_all(
@@ -599,14 +615,14 @@ class AsyncReplayClient:
         )
 
     async def list_checkpoints(self, *, verify: bool = False, timeout: Timeout = DEFAULT) -> list[CheckpointInfo]:
-        """The server's checkpoints, the newest first. With `verify` the server reads every byte of them."""
+        """The server's checkpoints, the newest first. With `verify` the server reads every byte of them to check it."""
         request = pb.ListCheckpointsRequest(verify=verify)
         return await self._fleet.ask(
             "ListCheckpoints", request, self._seconds(timeout), lambda answer: list(answer.checkpoints)
         )
 
     async def close(self) -> None:
-        """Closes the connection. The server requeues the batches that it drew ahead for this client."""
+        """Closes the connection. The server requeues the batches that samplers of this client have drawn ahead."""
         await self._draws.close()
         await self._fleet.close()
 

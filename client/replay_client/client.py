@@ -33,16 +33,19 @@ A = TypeVar("A", AsyncWriter, AsyncSampler, AsyncLeaseRenewer)
 def blocking(
     method: Callable[Concatenate[AsyncReplayClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[ReplayClient, P], T]:
-    """The blocking form of a method of AsyncReplayClient. It returns the result of the coroutine.
+    """Makes the blocking form of `method`, which is a coroutine function of AsyncReplayClient.
 
-    It has the parameters, the docstring and the errors of `method`.
+    The blocking form runs the coroutine on the client's loop, and returns its result. It has the parameters, the
+    docstring and the errors of `method`.
     """
 
     @wraps(method)
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._thread.run(method(self._aio, *args, **kwargs))
+        work = method(self._aio, *args, **kwargs)
+        return self._thread.run(work)
 
-    # `wraps` copies both names from the method of AsyncReplayClient. Tracebacks and the reference must name this class.
+    # `wraps` has copied the names of AsyncReplayClient and its module. Tracebacks and the reference must name the class
+    # ReplayClient and this module.
     call.__module__ = __name__
     call.__qualname__ = f"ReplayClient.{method.__name__}"
     return call
@@ -51,19 +54,23 @@ def blocking(
 def handing_out(
     method: Callable[Concatenate[AsyncReplayClient, P], T], wrapper: Callable[[LoopThread, T], W]
 ) -> Callable[Concatenate[ReplayClient, P], W]:
-    """The blocking form of a method that makes a writer, sampler or renewer. It returns the result in `wrapper`."""
+    """Makes the blocking form of `method`, which makes an asyncio writer, sampler or renewer.
+
+    The blocking form returns a `wrapper`, which holds the asyncio object.
+    """
 
     @wraps(method)
     def call(self: ReplayClient, /, *args: P.args, **kwargs: P.kwargs) -> W:
         async def make() -> T:
-            """Calls the method on the loop's thread, because the result starts tasks of that loop."""
+            """Calls `method` on the thread of the loop, because the asyncio object starts tasks on this loop."""
             return method(self._aio, *args, **kwargs)
 
-        return wrapper(self._thread, self._thread.run(make()))
+        made = self._thread.run(make())
+        return wrapper(self._thread, made)
 
     call.__module__ = __name__
     call.__qualname__ = f"ReplayClient.{method.__name__}"
-    # The reference shows the annotations: the result is the wrapper and not the asyncio object.
+    # The reference shows the annotations, so they must say that the result is the wrapper, not the asyncio object.
     call.__annotations__ = {**method.__annotations__, "return": wrapper.__name__}
     return call
 
@@ -71,19 +78,20 @@ def handing_out(
 def constructed_as(
     origin: Callable[Concatenate[AsyncReplayClient, P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[ReplayClient, P], None]]:
-    """Gives a constructor the parameters and the docstring of `origin`."""
+    """Makes a decorator that gives a constructor the parameters and the docstring of `origin`."""
     return wraps(origin)
 
 
 class _Blocking(Generic[A]):
-    """A writer, sampler or renewer of a blocking client, for `with`.
+    """The base class of the writer, sampler and renewer of a blocking client. It can be used in `with`.
 
-    It calls the asyncio writer, sampler or renewer on the thread of the client's loop.
+    It holds the asyncio writer, sampler or renewer, and calls its methods on the thread of the client's loop.
     """
 
     def __init__(self, thread: LoopThread, aio: A) -> None:
         self._thread = thread
         self._aio: A = aio
+        """The asyncio writer, sampler or renewer."""
 
     def close(self) -> None:
         """Ends the background work of the writer, sampler or renewer."""
@@ -97,10 +105,10 @@ class _Blocking(Generic[A]):
 
 
 class Writer(_Blocking[AsyncWriter]):
-    """Inserts without waiting for each acknowledgement; made by `ReplayClient.writer()`, for `with`.
+    """Inserts groups without waiting for each acknowledgement. `ReplayClient.writer()` makes it, for `with`.
 
-    The end of the `with` block flushes the writer, unless the block raises. `close` alone does not wait: the server may
-    or may not have the items that it has not acknowledged.
+    The end of the `with` block flushes the writer, unless the block raises. `close` does not flush. So after `close`
+    alone, the server may or may not have the items that it had not acknowledged.
     """
 
     def __init__(self, thread: LoopThread, writer: AsyncWriter) -> None:
@@ -108,10 +116,10 @@ class Writer(_Blocking[AsyncWriter]):
         self.refused: Mapping[int, ReplayError] = writer.refused
         """The reason for each item that the server refused, by the key of the item."""
         self.evicted: Mapping[int, tuple[str, ...]] = writer.evicted
-        """The items that a full table removed as soon as they were inserted: the names of these tables by item key.
+        """The items that full tables removed as soon as they were inserted. Item key -> names of these tables.
 
-        The mapping has the newest 65,536 of these items. Such a removal is no error: a pool that keeps the best items
-        does not keep every new item.
+        The mapping has the newest 65,536 of these items. Such a removal is no error, because a pool that keeps the best
+        items does not keep every new item.
         """
 
     def insert(
@@ -124,25 +132,28 @@ class Writer(_Blocking[AsyncWriter]):
         permits: PermitGrant | None = None,
         tags: Mapping[str, str | int] | None = None,
     ) -> int:
-        """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
+        """Queues a group and returns its key. Waits only while `max_in_flight` or `max_bytes` are in flight.
 
-        Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
+        Raises the first error of an earlier insert that no call has raised yet. In this case the group is not queued.
         """
-        # The calling thread makes the item and offers it to the writer. A task on the loop for each insert would cost
-        # more than the whole rest of an insert.
+        # The calling thread itself makes the item and offers it to the writer. A task on the loop would cost more time
+        # than all else that an insert does.
         self._thread.check()
         if key is None:
             key = next(self._aio.keys)
         item = Item.of(key, group, priorities, policy_version, self._aio.timeout, permits, tags)
-        if not self._aio.offer(item):  # too much is in flight
+        if not self._aio.offer(item):  # the writer has no room for the item now
             room = Wake()
-            # An offer that finds no room leaves `room.set` with the writer, which calls it when there may be room.
+            # If there is still no room, the writer keeps `room.set`, and calls it when there may be room.
             while not self._aio.offer(item, room.set):
                 room.wait()
         return item.key
 
     def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Returns when the server has acknowledged all items inserted so far. Raises the first error of them."""
+        """Waits until the server has acknowledged all items inserted so far.
+
+        Raises the first error of an insert that no call has raised yet.
+        """
         self._thread.run(self._aio.flush(timeout))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -166,19 +177,22 @@ class LeaseRenewer(_Blocking[AsyncLeaseRenewer]):
         self._thread.run(self._call(self._aio.add, samples))
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        """Renews the leases of these samples no more. All samples of one draw share a lease."""
+        """Stops renewing the leases of these samples.
+
+        All samples of one draw share a lease, so the lease of the others in the draw is not renewed any more either.
+        """
         self._thread.run(self._call(self._aio.forget, samples))
 
     async def _call(self, method: Callable[[Iterable[Sample]], None], samples: Iterable[Sample]) -> None:
-        """A coroutine that calls `method`, because `LoopThread.run` runs only coroutines."""
+        """Calls `method` with the samples. This is a coroutine, because `LoopThread.run` runs only coroutines."""
         method(samples)
 
 
 class Sampler(_Blocking[AsyncSampler]):
-    """An endless iterator over batches; made by `ReplayClient.sampler()`, for `with` and `for`.
+    """An endless iterator over batches. `ReplayClient.sampler()` makes it, for `with` and `for`.
 
-    The server draws up to `prefetch` batches ahead. A batch counts as sampled when it is handed to the caller. `close`
-    requeues the batches that were drawn ahead.
+    The server draws up to `prefetch` batches ahead. A batch counts as sampled when the caller gets it. `close` requeues
+    the batches that were drawn ahead.
     """
 
     def __iter__(self) -> Self:
@@ -195,14 +209,15 @@ class Sampler(_Blocking[AsyncSampler]):
 class ReplayClient:
     """A client of the replay server at `address` ("host:port"). Any number of threads may use one client.
 
-    Several addresses, as a list or with commas, or "ray://NAMESPACE/NAME", make a client of all these servers with the
-    same methods. `replay_client.shards` says what each method does then.
+    A client can also use several servers. `address` is then a list of their addresses, one text with commas between
+    them, or "ray://NAMESPACE/NAME". `replay_client.shards` says what each method does with several servers.
 
-    Every method takes `timeout` in seconds. Without it the client's own timeout applies; None waits for ever. While no
-    server answers, a method tries again until its time is up, and then raises ServerUnavailableError. All errors are
-    subclasses of `replay_client.errors.ReplayError`.
+    Every method takes `timeout` in seconds. Without `timeout`, the client's own timeout applies. None means that the
+    method waits for ever. While no server answers, a method tries again until its time is up, and then raises
+    ServerUnavailableError. All errors are subclasses of `replay_client.errors.ReplayError`.
 
-    Close the client, or use it as a context manager. A client does not work in a forked process: use `spawn`.
+    Close the client, or use it as a context manager. A client does not work in a process that was forked after the
+    client was made, so start processes with `spawn`.
     """
 
     @constructed_as(AsyncReplayClient.__init__)
@@ -217,7 +232,7 @@ class ReplayClient:
         return client
 
     def _start(self, client: AsyncReplayClient) -> None:
-        """Sets the attributes and starts the thread, for both constructors."""
+        """Sets the attributes and starts the thread of the loop. `__init__` and `from_env` call it."""
         self._aio = client
         self._thread = LoopThread()
         self._watches: set[AsyncGenerator[Policy]] = set()
@@ -225,12 +240,15 @@ class ReplayClient:
 
     @property
     def address(self) -> str:
-        """As `AsyncReplayClient.address`."""
+        """host:port of the server; of several servers, separated by commas; or ray://NAMESPACE/NAME."""
         return self._aio.address
 
     @property
     def transport(self) -> str:
-        """The transport of payloads: "shared memory", or "grpc: " with the reason. Asks the server if unknown."""
+        """The transport of payloads: "shared memory", or "grpc: " with the reason why it is not shared memory.
+
+        Asks the server if the transport is not known yet.
+        """
         return self.find_transport()
 
     find_transport = blocking(AsyncReplayClient.find_transport)
@@ -280,9 +298,11 @@ class ReplayClient:
     async def _close(self) -> None:
         """Closes the asyncio client, and ends the iterators of `watch_policy`, on the loop's thread."""
         await self._aio.close()
-        # End the watches here: an iterator of `watch_policy` that outlives the client can no longer use this loop.
+        # End the watches now, because an iterator of `watch_policy` cannot use this loop any more after the client is
+        # closed.
         for watch in list(self._watches):
-            # RuntimeError: a thread still waits in `anext(watch)`. LoopThread.close cancels this wait.
+            # `aclose` raises RuntimeError if a thread still waits in `anext(watch)`. LoopThread.close cancels that wait
+            # later.
             with suppress(RuntimeError):
                 await watch.aclose()
 
@@ -299,24 +319,24 @@ class ReplayClient:
 # -------------------------------------------------------------------------------------------------------- the thread
 
 # gRPC may still call an event loop after the last RPC on the loop has ended, and writes an error to stderr if the loop
-# is closed. Therefore the loops of closed clients stay open, and later clients use them again. The number beside a loop
-# is the value of `forks()` when the loop was made: a forked process cannot use the loop.
+# is closed. Therefore the loops of closed clients stay open, and later clients use them. The number beside a loop is
+# the value of `forks()` in the process that used the loop. A forked process has another value, and cannot use the loop.
 _idle_loops: deque[tuple[int, asyncio.AbstractEventLoop]] = deque()
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """An idle loop that was made in this process, or else a new one."""
+    """An idle loop that this process can use, or else a new loop. Drops idle loops from before a fork."""
     while _idle_loops:
-        made_at, loop = _idle_loops.pop()
-        if made_at == forks():
+        forks_before, loop = _idle_loops.pop()
+        if forks_before == forks():
             return loop
     return new_event_loop()
 
 
 class Wake:
-    """A flag that one thread waits for and another thread sets. The wait clears the flag.
+    """A flag that one thread waits for and another thread sets. `wait` clears the flag.
 
-    It costs a quarter of the time of a `threading.Event`.
+    A Wake takes a quarter of the time of a `threading.Event`.
     """
 
     def __init__(self) -> None:
@@ -332,10 +352,11 @@ class Wake:
     def wait(self) -> None:
         """Waits until the flag is set, and clears it.
 
-        An exception of a signal's handler, or of the function of `replay_client.waits.looking`, ends the wait.
+        About once a second, calls the function that was given to `replay_client.waits.looking`. If this function or the
+        handler of a signal raises an exception, the wait ends with it.
         """
-        # The timeout is for signals that arrive right before the wait. Python runs their handlers only when the wait
-        # ends, so Ctrl-C and SIGTERM would do nothing during a wait without a timeout.
+        # The timeout is for a signal that arrives right before `acquire`. Python runs its handler only when `acquire`
+        # returns, so without a timeout, Ctrl-C and SIGTERM would do nothing.
         while not self._lock.acquire(timeout=1.0):
             look_around()
 
@@ -343,8 +364,8 @@ class Wake:
 class _Call(Generic[T]):
     """A coroutine that runs on a loop while the calling thread waits for it.
 
-    The task of the coroutine wakes the thread itself when it ends. The future of `asyncio.run_coroutine_threadsafe`
-    would wake the thread from a callback, one turn of the loop later.
+    When the coroutine ends, its own task wakes the calling thread. `asyncio.run_coroutine_threadsafe` would wake the
+    thread from a callback, one turn of the loop later.
     """
 
     def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
@@ -354,13 +375,17 @@ class _Call(Generic[T]):
         self._value: T
         """The result of the coroutine, once it has returned."""
         self._error: BaseException | None = asyncio.CancelledError()
-        """The error of the coroutine; None: it has returned. If the task is cancelled before it begins, `_run` never
-        runs and the first value stays."""
+        """The error of the coroutine; None: the coroutine has returned.
+
+        The first value is a CancelledError, because `_run` never runs if the task is cancelled before it begins."""
         self._ended = Wake()
         loop.call_soon_threadsafe(self._start)
 
     def result(self) -> T:
-        """Waits for the result of the coroutine. An interrupt of this wait cancels the coroutine."""
+        """Waits for the end of the coroutine. Returns its result, or raises its error.
+
+        If an exception such as KeyboardInterrupt ends the wait, cancels the coroutine.
+        """
         try:
             self._ended.wait()
         except BaseException:
@@ -370,16 +395,20 @@ class _Call(Generic[T]):
             try:
                 raise self._error
             finally:
-                self._error = None  # the error's traceback refers to this frame: a reference cycle
+                # The traceback of the error refers to this frame, and so to `self`. Without this line, `self` and the
+                # error would be a reference cycle.
+                self._error = None
         return self._value
 
     # The methods below run on the loop's thread.
 
     def _start(self) -> None:
+        """Starts the task that runs the coroutine."""
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._end)
 
     def _cancel(self) -> None:
+        """Cancels the coroutine. The loop has called `_start` before, because it runs callbacks in order."""
         assert self._task is not None, "callbacks run in order"
         self._task.cancel()
 
@@ -391,13 +420,17 @@ class _Call(Generic[T]):
         except BaseException as error:
             self._error = error
             if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise  # asyncio lets these two errors end the loop
+                raise  # asyncio ends the loop with these two errors
         finally:
             self._ended.set()
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Wakes the calling thread even if the task was cancelled before it began, and `_run` never ran."""
-        # If the coroutine never began, Python would warn that it was never awaited. If it has ended, this does nothing.
+        """Wakes the calling thread after the end of the task.
+
+        `_run` has done so already, unless the task was cancelled before `_run` began.
+        """
+        # If the coroutine never began, `close` prevents Python's warning that it was never awaited. If the coroutine
+        # has ended, `close` does nothing.
         self._work.close()
         self._ended.set()
 
@@ -407,15 +440,16 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = _event_loop()
-        self._made_at = forks()
-        """The number of forks when this object was made. After a fork, the thread does not exist in the child."""
+        self._forks_before = forks()
+        """The value of `forks()` when this object was made. In a process that was forked later, `forks()` is higher,
+        and no thread runs the loop."""
         self._thread = threading.Thread(target=self.loop.run_forever, name="replay-client", daemon=True)
         self._thread.start()
         self._closed = False
 
     def check(self) -> None:
         """Raises RuntimeError after a fork, and ServerClosedError after `close`."""
-        if self._made_at != forks():
+        if self._forks_before != forks():
             raise RuntimeError(
                 "this ReplayClient was made before a fork and does not work after it; make one in each process"
             )
@@ -423,7 +457,10 @@ class LoopThread:
             raise ServerClosedError("this client is closed")
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` on the loop and returns its result. An interrupt of the calling thread cancels `work`."""
+        """Runs `work` on the loop and returns its result.
+
+        If an exception such as KeyboardInterrupt interrupts the calling thread, cancels `work`.
+        """
         try:
             self.check()
         except BaseException:
@@ -432,7 +469,7 @@ class LoopThread:
         return self._run(work)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """As `run`, also on a closed client: `close` uses it for its last coroutine."""
+        """Does the same as `run`, but does not check that this object is open, so that `close` can call it."""
         try:
             return _Call(work, self.loop).result()
         except asyncio.CancelledError:
@@ -441,9 +478,9 @@ class LoopThread:
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Runs `last`, ends the calls of other threads with ServerClosedError, and stops the loop.
 
-        Does nothing the second time, and after a fork.
+        Does nothing if this object is closed already, or after a fork.
         """
-        if self._closed or self._made_at != forks():
+        if self._closed or self._forks_before != forks():
             last.close()  # else Python warns that the coroutine was never awaited
             return
         self._closed = True
@@ -454,9 +491,10 @@ class LoopThread:
             others = asyncio.all_tasks() - {asyncio.current_task()}  # the calls of other threads
             for task in others:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)  # waits until all have ended, however they end
+            # `return_exceptions`: wait until all tasks have ended, even if some end with an error.
+            await asyncio.gather(*others, return_exceptions=True)
 
         self._run(finish())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        _idle_loops.append((self._made_at, self.loop))  # a later client uses the loop again
+        _idle_loops.append((self._forks_before, self.loop))  # a later client may use the loop

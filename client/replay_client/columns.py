@@ -7,20 +7,21 @@
 
 H is the end of the header. The header has the name, dtype, shape and offset of every array, its axis if it has one, and
 small fields (text, numbers). Arrays are little-endian, in C order, each aligned to 64 bytes. The total length is a
-multiple of 64 bytes, so that appended bytes are aligned too. Decoding copies no array: it makes views of the buffer,
-and checks everything in the buffer.
+multiple of 64 bytes, so that appended bytes are aligned too. Decoding makes views of the buffer, so it copies no array.
+It checks everything in the buffer.
 
 The axis of a column says what its rows belong to. Code that cuts a group into sequences or rollouts cuts each array of
-its extras by the axis, and never by the shape of the array: in a group of 8 completions with 8 tokens in all, arrays of
-the same shape can mean different things. An array without an axis belongs to the group as a whole, and is never cut.
+its extras by the axis, and never by the shape of the array. The reason is that arrays of the same shape can mean
+different things, for example in a group of 8 completions with 8 tokens in all. An array without an axis belongs to the
+group as a whole, and is never cut.
 
 Segments are columns that arrive after their group was stored, as bytes that are appended to the bytes of the group:
 
     group | segment | segment | ...
 
 Stored bytes never change. A reader gets the group with the columns of all segments that were stored when the group was
-drawn. Of several columns with the same name the first counts. Therefore an append that is repeated after a broken
-connection changes nothing.
+drawn. Of several columns with the same name, the first counts. So if a client repeats an append after a broken
+connection, the second append changes nothing.
 """
 
 from __future__ import annotations
@@ -43,20 +44,21 @@ MAGIC_BYTES = 8
 """Bytes of a magic number. Its last byte is the version of the format."""
 _PREFIX = MAGIC_BYTES + 8
 """Bytes before the header: the magic number and the length of the header."""
-_FIELDS = 4
+_VALUES_WITHOUT_AXIS = 4
 """The number of values that the header has for an array without an axis: name, dtype, shape and offset. An axis is the
 fifth value."""
 _EXTRAS = "extras/"
 """The beginning of the name of each extra in a header."""
 _MAX_HEADER = 4 * 2**20
-"""The most bytes of a header. A decoded hostile header takes about 60 times as much memory."""
+"""The most bytes of a header. The bound is low because a hostile header takes about 60 times as much memory when it is
+decoded."""
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("bool", *_INTEGERS, *_FLOATS)}
 DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 """The dtypes that the format has, by name."""
 DAMAGE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, msgpack.UnpackException)
-"""The errors, beside ValueError, with which decoding fails for bytes that encoding cannot have written."""
+"""The errors, besides ValueError, that decoding may raise for bytes that encoding cannot have written."""
 
 
 class Decoded(NamedTuple):
@@ -77,29 +79,28 @@ class Decoded(NamedTuple):
 def encode_arrays(
     magic: bytes, fields: dict[str, Any], arrays: Arrays, extras: Arrays, axes: Mapping[str, str]
 ) -> list[Buffer]:
-    """The bytes of the arrays, as consecutive buffers: the header, then each array and its padding.
+    """Encodes fields and arrays as consecutive buffers: the header, then each array and its padding.
 
-    A contiguous array is not copied. `axes` has the axis of each extra that has one, by the name of the extra.
+    Contiguous arrays are not copied. `axes` has the axis of each extra that has one, by the name of the extra.
 
     Raises ValueError for fields that msgpack cannot hold, and for a header that is too long.
     """
-    table: list[list[Any]] = []
+    entries: list[list[Any]] = []  # the header's entry for each array
     stored: list[Array] = []
-    offset = 0
-    named: list[tuple[str, Array, str | None]] = [(name, array, None) for name, array in arrays.items()]
-    named += [(_EXTRAS + name, array, axes.get(name)) for name, array in extras.items()]
-    for name, array, axis in named:
+    offset = 0  # of the next array; counted from the first array, so the length of the header does not matter
+    named_arrays: list[tuple[str, Array, str | None]] = [(name, array, None) for name, array in arrays.items()]
+    named_arrays += [(_EXTRAS + name, array, axes.get(name)) for name, array in extras.items()]
+    for name, array, axis in named_arrays:
         # `ascontiguousarray` makes an array without dimensions into a vector, so give it its shape again.
         array = np.ascontiguousarray(array, dtype=DTYPES[array.dtype.name]).reshape(array.shape)
         entry = [name, array.dtype.name, list(array.shape), offset]
         if axis:
             entry.append(axis)
-        table.append(entry)
+        entries.append(entry)
         stored.append(array)
         offset += _aligned(array.nbytes)
     try:
-        # Offsets count from the first array, so they do not depend on the length of the header.
-        header = msgpack.packb({"arrays": table, "fields": fields})
+        header = msgpack.packb({"arrays": entries, "fields": fields})
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(
             f"sampling and meta must hold only what msgpack can (None, bool, int, float, str, bytes, "
@@ -120,9 +121,11 @@ def encode_arrays(
 
 
 def check_magic(view: memoryview, magic: bytes, kind: str) -> int:
-    """The length of the header, in bytes. Raises ValueError if `view` cannot begin with a `kind`, for example a group.
+    """Checks the beginning of a group or segment, and returns the length of its header in bytes.
 
-    The error says what is wrong: the magic number, the version of the format, or the length.
+    `magic`: the magic number with which `view` must begin. Its last byte is the version of the format. `kind`: the word
+    "group" or "segment", for errors. Raises ValueError that says what is wrong: the magic number, the version or the
+    length.
     """
     if len(view) < _PREFIX or view[: MAGIC_BYTES - 1] != magic[:-1]:
         raise ValueError(f"not a {kind}: {len(view)} bytes that begin with {bytes(view[:8])!r}")
@@ -135,19 +138,20 @@ def check_magic(view: memoryview, magic: bytes, kind: str) -> int:
 
 
 def decode_arrays(view: memoryview, header_length: int) -> Decoded:
-    """The fields and arrays that `encode_arrays` wrote. `check_magic` returns the `header_length`.
+    """Decodes the fields and arrays that `encode_arrays` wrote. `header_length`: the result of `check_magic`.
 
-    Raises ValueError, or one of DAMAGE.
+    Raises ValueError or an error of DAMAGE if `encode_arrays` cannot have written the bytes.
     """
     header = msgpack.unpackb(view[_PREFIX : _PREFIX + header_length], strict_map_key=True)
-    table = header["arrays"]
-    body = view[min(_aligned(_PREFIX + header_length), len(view)) :]  # the arrays; empty if the view ends too early
+    entries = header["arrays"]
+    body_start = min(_aligned(_PREFIX + header_length), len(view))
+    body = view[body_start:]  # the bytes of the arrays, and all bytes after them; empty if the view ends too early
     arrays: dict[str, Array] = {}
     extras: dict[str, Array] = {}
     axes: dict[str, str] = {}
-    end = 0  # the end of the array that lies last in `body`, in bytes
-    for entry in table:
-        if len(entry) > _FIELDS:
+    end = 0  # the offset in `body` at which the last array ends
+    for entry in entries:
+        if len(entry) > _VALUES_WITHOUT_AXIS:
             *entry, axis = entry
             axes[entry[0].removeprefix(_EXTRAS)] = axis
         name, dtype, shape, offset = entry
@@ -158,7 +162,7 @@ def decode_arrays(view: memoryview, header_length: int) -> Decoded:
             arrays[name] = array
         if stop > end:
             end = stop
-    if len(arrays) + len(extras) != len(table):  # of two arrays with one name, the dict has only the last
+    if len(arrays) + len(extras) != len(entries):  # of two arrays with one name, the dict has only the last
         raise ValueError("an array is named twice")
     return Decoded(header["fields"], arrays, extras, axes, body[_aligned(end) :])
 
@@ -169,23 +173,23 @@ def _aligned(nbytes: int) -> int:
 
 
 def _view(body: memoryview, name: str, dtype_name: str, shape: list[int], offset: int) -> tuple[Array, int]:
-    """The array as a view of `body`, and the offset of its end, in bytes.
+    """Returns an array as a view of `body`, and the offset in bytes at which the array ends.
 
-    Raises ValueError for values that `encode_arrays` does not write.
+    Raises ValueError for a dtype, shape or offset that `encode_arrays` cannot have written.
     """
     dtype = DTYPES.get(dtype_name)
     if dtype is None:
         raise ValueError(f"array {name!r} has dtype {dtype_name!r}, not one of {', '.join(DTYPES)}")
-    # Compare `type`, because True is an instance of int. numpy 1 has at most 32 dimensions.
+    # Compare the type, because `isinstance(True, int)` is true.
     are_counts = all(type(number) is int and number >= 0 for number in (offset, *shape))
-    if not are_counts or len(shape) > 32:
+    if not are_counts or len(shape) > 32:  # arrays of numpy 1 have at most 32 dimensions
         raise ValueError(f"array {name!r} has shape {shape} and offset {offset}")
     count = math.prod(shape)
     stop = offset + count * dtype.itemsize
     if offset % ALIGNMENT or stop > len(body):
         raise ValueError(f"array {name!r} lies at {offset} to {stop}, outside {len(body)} bytes or unaligned")
     if not count:
-        offset = 0  # an empty array has no bytes, and numpy refuses an offset behind the end of the buffer
+        offset = 0  # an empty array has no bytes, and this offset is valid for every buffer
     return np.frombuffer(body, dtype=dtype, count=count, offset=offset).reshape(shape), stop
 
 
@@ -208,12 +212,16 @@ OFFSETS = "/offsets"
 
 
 def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-    """The values as arrays of a dtype that the byte format has. Raises ValueError that names any other value."""
+    """Converts the values to arrays.
+
+    Raises ValueError that names the extra if numpy cannot convert its value, or if the byte format does not have the
+    dtype of the array.
+    """
     columns: dict[str, Array] = {}
     for name, values in extras.items():
         try:
             array = np.asarray(values)
-        # numpy raises these for a tensor that is on a GPU, in bfloat16, or needs a gradient.
+        # numpy raises one of these errors for a tensor that is on a GPU, has the dtype bfloat16, or needs a gradient.
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"extras[{name!r}] is no array of numpy: {error}; of a tensor take x.detach().cpu().numpy(), of one in "
@@ -226,10 +234,10 @@ def checked_columns(extras: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
 
 
 def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int] | None = None) -> None:
-    """Raises ValueError, with the remedy, for an unknown axis, and for an array that does not fit its axis.
+    """Checks that each axis is known, and that each array fits its axis. Raises ValueError with the remedy.
 
-    `sizes` has the number of rows of the axes "token", "whole", "sequence" and "rollout". If `sizes` is None, arrays
-    with the same axis must have the same number of rows.
+    `sizes`: the number of rows that an array must have, for each of the axes "token", "whole", "sequence" and
+    "rollout". None: these numbers are not known, so arrays with the same axis must have the same number of rows.
     """
     rows_of_axes = dict(sizes or {})
     for name, axis in axes.items():
@@ -244,9 +252,11 @@ def check_axes(extras: Arrays, axes: Mapping[str, str], sizes: Mapping[str, int]
             _check_ragged(name, array, extras.get(name + OFFSETS), rows_of_axes)
             continue
         rows = array.shape[0] if array.ndim else None
-        # `setdefault`: without `sizes`, the first array of an axis decides how many rows the others must have.
-        if rows is None or rows != rows_of_axes.setdefault(axis, rows):
-            needed = rows_of_axes.get(axis, "some")
+        if rows is not None:
+            # Without `sizes`, the first array of an axis decides how many rows the others must have.
+            rows_of_axes.setdefault(axis, rows)
+        needed = rows_of_axes.get(axis, "some")
+        if rows != needed:
             raise ValueError(
                 f"extras[{name!r}] has the shape {array.shape}, and its axis {axis!r} needs {needed} "
                 f"rows ({AXES[axis]}): give it these rows or another axis"
@@ -269,10 +279,10 @@ def check_row_axis(name: str, axis: str) -> None:
 
 
 def _check_ragged(name: str, values: Array, offsets: Array | None, rows_of_axes: dict[str, int]) -> None:
-    """Raises ValueError unless `offsets` cut `values` into one set for each token.
+    """Checks that `offsets` cut `values` into one set for each token. Raises ValueError if they do not.
 
-    `rows_of_axes` has the number of rows of each axis for which the number is known. If the number of tokens is not
-    known, this function adds it, as the number of sets.
+    `rows_of_axes`: the number of rows of each axis for which the number is known. If it lacks the number of tokens,
+    this function adds the number of sets as the number of tokens.
     """
     if offsets is None:
         raise ValueError(f"extras[{name!r}] has the axis {RAGGED!r}: put T + 1 offsets into extras[{name + OFFSETS!r}]")
@@ -296,18 +306,20 @@ SEGMENT_MAGIC = b"RPLYSEG\x01"
 
 
 def encode_columns(extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None = None) -> list[Buffer]:
-    """A segment with these columns, as consecutive buffers, whose total length is a multiple of 64 bytes.
+    """Encodes these columns as a segment. Returns consecutive buffers, whose total length is a multiple of 64 bytes.
 
-    `extras` and `axes` are as in RolloutGroup. Raises ValueError if there are no columns. Raises ValueError that names
-    the column for an unknown dtype or axis, and for arrays of one axis that differ in rows. This function does not know
-    the group, so it cannot check that the columns fit the group. `RolloutGroup.decode` refuses columns that do not fit.
+    `extras` and `axes` are as in RolloutGroup.
+
+    Raises ValueError if there are no columns. Raises ValueError that names the column if its dtype or axis is unknown,
+    or if its number of rows differs from that of another column with the same axis. This function does not know the
+    group, so it cannot check that the columns fit the group. `RolloutGroup.decode` refuses columns that do not fit.
     """
     columns = checked_columns(extras)
     axes = axes or {}
     if not columns:
         raise ValueError("extras is empty: name at least one column")
     check_axes(columns, axes)
-    return encode_arrays(SEGMENT_MAGIC, {}, {}, columns, axes)
+    return encode_arrays(SEGMENT_MAGIC, fields={}, arrays={}, extras=columns, axes=axes)
 
 
 def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, str]) -> None:
@@ -318,17 +330,19 @@ def decode_segments(view: memoryview, extras: dict[str, Array], axes: dict[str, 
     number = 0
     while len(view):
         number += 1
-        decoded = decode_arrays(view, check_magic(view, SEGMENT_MAGIC, "segment"))
+        header_length = check_magic(view, SEGMENT_MAGIC, kind="segment")
+        decoded = decode_arrays(view, header_length)
         if decoded.arrays:
             raise ValueError(f"segment {number} has {', '.join(decoded.arrays)} beside extras")
         view = decoded.rest
         names_before = set(extras)
         for name, array in decoded.extras.items():
-            # A ragged column has two arrays. Both are left out, or neither, so the name of the values decides for the
-            # offsets too. This loop may have added the values just now, so only `names_before` counts.
+            # A ragged column has two arrays, the values and the offsets. Either both are left out or neither, so the
+            # name of the values decides about the offsets too. Look it up in `names_before` and not in `extras`, to
+            # which this loop may have added the values just now.
             values_name = name.removesuffix(OFFSETS)
-            owner = values_name if decoded.axes.get(values_name) == RAGGED else name
-            if owner not in names_before:
+            column_name = values_name if decoded.axes.get(values_name) == RAGGED else name
+            if column_name not in names_before:
                 extras[name] = array
                 if name in decoded.axes:
                     axes[name] = decoded.axes[name]

@@ -1,23 +1,23 @@
-"""Sampling: draws batches over a stream, and returns a batch when the server has confirmed its acknowledgement.
+"""Sampling: draws batches over a stream, acknowledges them, and returns a batch when the server has confirmed that.
 
-`DrawStream` carries draws, and the ids of the batches that their reader acknowledges, requeues or renews. The head of
+A `DrawStream` carries draws, and the ids of the batches that the reader acknowledges, requeues or renews. The head of
 replay_server/rpc/sampling.py shows one exchange. Two classes read such streams:
 
-* `SingleBatches`, for `sample`, `acknowledge` and `renew`: it makes one draw, and acknowledges the batch when all its
-  bytes have arrived.
-* `AsyncSampler`: `prefetch` draws are under way. When the caller asks for a batch, the acknowledgement of one batch is
-  sent together with the next draw.
+* `SingleBatches` serves the calls `sample`, `acknowledge` and `renew` of a client. For `sample` it makes one draw, and
+  acknowledges the batch when all bytes of the batch have arrived.
+* `AsyncSampler` keeps `prefetch` draws under way. When the caller asks for a batch, the sampler sends the
+  acknowledgement of this batch together with the next draw.
 
-The caller gets a batch only when its acknowledgement is confirmed. If the stream breaks before, only the server knows
-if the batch was acknowledged. Then the client acknowledges the same id again, on a new stream, and the server
-recognises an id that was acknowledged already. If the server has requeued the batch meanwhile, the client draws another
-batch. So a broken connection loses no batch, and delivers no batch twice.
+Without a lease, the caller gets a batch only after the server has confirmed the acknowledgement of the batch. If the
+stream breaks before that, only the server knows if the batch was acknowledged. So the client acknowledges the same id
+again, on a new stream, and the server recognises an id that was acknowledged already. If the server has requeued the
+batch, the client draws another batch. So a broken connection loses no batch, and delivers no batch twice.
 
 Each sampler has a stream of its own. When the stream ends, for any reason, the server requeues the batches that the
 sampler had drawn ahead.
 
-Both classes read from one server, which makes a draw wait until it can be served. `replay_client.shards.sampling` has
-the readers of several servers.
+Both classes read from one server. If the server cannot serve a draw yet, it makes the draw wait.
+`replay_client.shards.sampling` has the classes that read from several servers.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.framing import Frame
 
 MOST_UNCONFIRMED = 16
-"""The most batches that a client keeps because no server has answered their acknowledgement."""
+"""The most batches that a client keeps although no server has confirmed their acknowledgement."""
 _ANSWER_SECONDS = 5.0
 """Seconds that a sampler waits, after its timeout, for the answer to an acknowledgement that it has sent."""
 
 _CLOSED = "this client was closed while the call waited"
 """The text of the error for calls that `close` ends."""
 _GOODBYE_SECONDS = 1.0
-"""Seconds in which a stream that ends sends its last requests."""
+"""The most seconds that `DrawStream.close` waits until the last requests are sent."""
 
 T = TypeVar("T")
 Batch = Frame[pb.SampleResponse]
@@ -66,7 +66,7 @@ OnLease = Callable[[list[Sample]], None]
 
 
 def ignore(_: list[Sample]) -> None:
-    """The default of `on_lease`."""
+    """Does nothing with the samples. This function is the default of `on_lease`."""
 
 
 @dataclass
@@ -74,8 +74,9 @@ class Series:
     """The batches that a sampler draws. Raises InvalidRequestError for a negative `prefetch`."""
 
     request: pb.SampleRequest
-    """The request for each batch. Its field `lease` has the seconds after which an unacknowledged batch returns to its
-    table; 0: the batch is the caller's for good."""
+    """The request for each batch. Its field `lease` is the length of each lease in seconds. When a lease ends, a batch
+    that the caller has not acknowledged returns to its table. 0: there is no lease, so the batch is the caller's for
+    good."""
     prefetch: int
     """The number of batches that are drawn ahead."""
     timeout: float | None
@@ -99,17 +100,17 @@ class DrawStream:
         self._tasks: list[asyncio.Task[None]] = []
         """The task that reads from the stream, and the task that writes to it."""
         self._unsent: deque[pb.DrawRequest | None] = deque()
-        """Requests that are not sent yet. None ends the stream."""
+        """Requests that are not sent yet. None tells the task that writes to end."""
         self._more = asyncio.Event()
         """Set when there is a request to send."""
         self._draws: dict[int, asyncio.Future[Batch]] = {}
         """The draws under way, by the id of the request."""
         self._answers: deque[asyncio.Future[pb.SampleResponse]] = deque()
-        """The awaited answers to acknowledgements, requeues and renewals. The server answers in the order of the
-        requests."""
+        """The answers to acknowledgements, requeues and renewals that have not arrived yet, in the order in which the
+        requests were made. The server answers in this order."""
 
     def draw(self, request: pb.SampleRequest) -> asyncio.Future[Batch]:
-        """Begins a draw. The result raises AioRpcError if there is no batch."""
+        """Begins a draw, and returns the future of its batch. The future raises AioRpcError if the draw fails."""
         assert request.id not in self._draws, f"draw {request.id} is under way"
         self._send(pb.DrawRequest(draw=request))
         future = self._new_future()
@@ -119,9 +120,9 @@ class DrawStream:
     def end(self, request: pb.DrawRequest) -> asyncio.Future[pb.SampleResponse]:
         """Acknowledges, requeues or renews batches, as `request` says.
 
-        The result is the server's answer, or raises AioRpcError. The answer lists the ids of the batches for which the
-        request succeeded (`done`), and the other ids (`missing`). A draw that begins right after this call travels in
-        the same message.
+        Returns the future of the server's answer. The future raises AioRpcError if the request fails. The answer lists
+        the ids of the batches for which the request succeeded (`done`), and the other ids (`missing`). If a draw begins
+        right after this call, one message carries both requests.
         """
         self._send(request)
         future = self._new_future()
@@ -129,10 +130,14 @@ class DrawStream:
         return future
 
     async def finish(self, request: pb.DrawRequest, timeout: float | None) -> pb.SampleResponse:
-        """The answer to `end`. Tries again if the stream breaks, even after a restart of the server."""
+        """Calls `end` and waits for the server's answer, which it returns.
+
+        Calls `end` again with the same request if the stream breaks, even if the server was restarted.
+        """
 
         async def attempt(seconds: float | None) -> Any:
-            return await self.result(self.end(request), seconds)
+            future = self.end(request)
+            return await self.result(future, seconds)
 
         return await self._connection.call(attempt, timeout)
 
@@ -143,11 +148,12 @@ class DrawStream:
     def give_up(self, draw_id: int) -> None:
         """Requeues a batch that the reader no longer wants. If the batch is not drawn yet, the draw ends."""
         self._draws.pop(draw_id, None)
-        if self._stream is not None:  # else the end of the stream has requeued its batches
+        # If the stream has ended, the server has requeued the batch already.
+        if self._stream is not None:
             self.end(pb.DrawRequest(requeue=[draw_id]))  # nobody waits for the answer
 
     async def result(self, future: asyncio.Future[Any], seconds: float | None) -> Any:
-        """The result of the future that `draw` or `end` returned.
+        """Waits for the future that `draw` or `end` returned, and returns its result.
 
         Drops the stream, and raises AioRpcError, if the server does not answer within `seconds`; None: no limit.
         """
@@ -156,15 +162,16 @@ class DrawStream:
                 return await future
         except TimeoutError:
             self.drop()
-            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None  # gRPC's own words
+            # "Deadline Exceeded" is the text of gRPC itself, which `connection.reported` recognises.
+            raise failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded") from None
 
     def drop(self) -> None:
-        """Ends the stream at once. The server requeues its batches that are neither acknowledged nor leased."""
+        """Ends the stream at once. The server requeues its batches, unless they are acknowledged or leased."""
         if self._stream is not None:
             self._break(failure(grpc.StatusCode.CANCELLED, "the client ended the stream"))
 
     def drop_soon(self) -> None:
-        """As `drop`, from any thread."""
+        """Makes the event loop call `drop` soon. Any thread may call this method."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self.drop)
@@ -175,11 +182,11 @@ class DrawStream:
             stream = self._stream
             reader, writer = self._tasks
             self._closing = True
-            self._unsent.append(None)  # the writer sends the requests before, and ends
+            self._unsent.append(None)  # the writer sends the requests before None, and then ends
             self._more.set()
             await asyncio.wait({writer}, timeout=_GOODBYE_SECONDS)
             await stream.end(reader)
-            self.drop()  # the calls that still wait for an answer fail
+            self.drop()  # makes the calls fail that still wait for an answer
             self._closing = False
 
     def _new_future(self) -> asyncio.Future[Any]:
@@ -187,11 +194,11 @@ class DrawStream:
         return self._loop.create_future()
 
     def _send(self, request: pb.DrawRequest) -> None:
-        """Queues the request for the task that writes. Opens the stream and starts its tasks if it is not open."""
+        """Queues the request for the task that writes. If no stream is open, opens one and starts its two tasks."""
         if self._stream is None:
             self._loop = asyncio.get_running_loop()
             self._stream = self._connection.transport.stream("Draw")
-            self._unsent.clear()  # requests for the stream before, which have failed with it
+            self._unsent.clear()  # these requests were for the last stream, and failed when it ended
             self._tasks = [
                 self._loop.create_task(self._read(self._stream)),
                 self._loop.create_task(self._write(self._stream)),
@@ -200,9 +207,9 @@ class DrawStream:
         self._more.set()
 
     async def _write(self, stream: Stream) -> None:
-        """Sends the requests in `_unsent`, as a task, until it meets None or the stream ends."""
-        # One task writes for all callers: gRPC ends a stream if a caller is cancelled while it writes.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader raises the reason
+        """Sends the requests in `_unsent` until one of them is None, or until the stream ends. Runs as a task."""
+        # One task writes for all callers, because gRPC ends a stream if a caller is cancelled while it writes.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the stream has ended; `_read` gets the reason
             while True:
                 while self._unsent:
                     request = self._unsent.popleft()
@@ -210,8 +217,8 @@ class DrawStream:
                         return
                     following = self._unsent[0] if self._unsent else None
                     if following is not None and following.HasField("draw") and not request.HasField("draw"):
-                        # One message for both requests costs half as much. Merge `request` into `following` and not the
-                        # other way round: `request` must stay as it is, because `finish` may send it again.
+                        # Send both requests in one message, which costs half as much. `following` becomes this message.
+                        # `request` must stay as it is, because `finish` may send it again.
                         self._unsent.popleft()
                         following.MergeFrom(request)
                         request = following
@@ -220,13 +227,16 @@ class DrawStream:
                 await self._more.wait()
 
     async def _read(self, stream: Stream) -> None:
-        """Passes the answers on, as a task, until the stream ends. Then all requests under way fail with its error."""
+        """Passes each answer to the future that waits for it, until the stream ends. Runs as a task.
+
+        When the stream ends, all requests under way fail with the error of the stream.
+        """
         error: Exception
         try:
             while True:
                 self._receive(await stream.read())
         except asyncio.CancelledError:
-            if stream is self._stream:  # this object has not dropped the stream: the channel was closed
+            if stream is self._stream:  # this object has not dropped the stream, so the channel was closed
                 self._break(ServerClosedError(_CLOSED))
             raise
         except grpc.aio.AioRpcError as broken:
@@ -239,12 +249,13 @@ class DrawStream:
     def _receive(self, answer: Batch) -> None:
         """Sets the result of the future that waits for this answer."""
         head = answer.head
-        if not head.batch:  # no id of a draw: the answer to an acknowledgement, requeue or renewal
-            _settle(self._answers.popleft(), head, head)
+        if not head.batch:  # without the id of a draw, this is the answer to an acknowledgement, requeue or renewal
+            _settle(self._answers.popleft(), head, result=head)
             return
         future = self._draws.pop(head.batch, None)
-        if future is not None:  # None: `give_up` has ended the draw meanwhile
-            _settle(future, head, answer)
+        if future is None:  # `give_up` has ended the draw
+            return
+        _settle(future, head, result=answer)
 
     def _break(self, error: Exception) -> None:
         """Ends the stream. All draws and answers under way fail with the error."""
@@ -252,7 +263,7 @@ class DrawStream:
         self._stream = None
         assert stream is not None
         for task in self._tasks:
-            if task is not asyncio.current_task():  # the task that reads calls this when the stream has ended
+            if task is not asyncio.current_task():  # the task that calls this method ends by itself
                 task.cancel()
         stream.cancel()
         waiting: list[asyncio.Future[Any]] = [*self._draws.values(), *self._answers]
@@ -263,10 +274,10 @@ class DrawStream:
 
 
 def _settle(future: asyncio.Future[T], head: pb.SampleResponse, result: T) -> None:
-    """Sets the result of the future, or the error that the head of the answer has."""
+    """Sets the result of the future. If the head of the answer has an error, sets this error instead."""
     if head.HasField("error"):
         _fail(future, failure(head.error.code, head.error.message, head.error.reason))
-    elif not future.done():  # done: the caller was cancelled
+    elif not future.done():  # it is done already if its caller was cancelled
         future.set_result(result)
 
 
@@ -279,7 +290,7 @@ def _fail(future: asyncio.Future[Any], error: Exception) -> None:
 
 
 def leases_of(samples: Iterable[Sample]) -> dict[str, list[int]]:
-    """The sorted ids of the leases of samples, by the name of the server that gave the samples.
+    """The sorted lease ids of the samples, by the name of the server that gave the samples.
 
     Leaves out samples without a lease.
     """
@@ -306,36 +317,42 @@ class SingleBatches:
         self._connection = connection
         self._stream = DrawStream(connection)
         self._unconfirmed: dict[bytes, tuple[int, list[Sample]]] = {}
-        """The id and the samples of each batch that was drawn for a call whose time was up before the server confirmed
-        the acknowledgement. The key is the request of the call as bytes: an equal call returns the batch."""
+        """If a call of `sample` ends before the server has confirmed the acknowledgement of a batch, the id and the
+        samples of the batch stay here. The key is the request of the call as bytes, so that the next call with an equal
+        request can return the batch."""
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
         """The samples of one batch, within `seconds` (None: no limit).
 
-        Acknowledges the batch, unless `request.lease` is set: the caller then acknowledges it.
+        Acknowledges the batch, unless `request.lease` is set. With a lease, the caller acknowledges the batch.
         """
         deadline = Deadline(seconds)
-        same_call = request.SerializeToString(deterministic=True)  # equal bytes for equal arguments
+        call_key = request.SerializeToString(deterministic=True)  # equal bytes for calls with equal arguments
         while True:
-            drawn = self._unconfirmed.pop(same_call, None)
+            drawn = self._unconfirmed.pop(call_key, None)
             if drawn is None:
                 drawn = await self._draw(request, deadline)
             draw_id, samples = drawn
             if request.lease:  # the caller acknowledges the batch
                 return samples
-            if await self._acknowledge(draw_id, samples, same_call, deadline.seconds):
+            is_confirmed = await self._acknowledge(draw_id, samples, call_key, deadline.seconds)
+            if is_confirmed:
                 return samples
-            # The server has requeued the batch meanwhile: draw another one.
+            # The server has requeued the batch, so draw another one.
 
     async def end(
         self, samples: Iterable[Sample], what: str, timeout: float | None, lease: float = 0.0
     ) -> MutationResult:
-        """Ends the leases of samples, or renews them for `lease` seconds; `what` is as in `ending`."""
-        leases = sorted(chain.from_iterable(leases_of(samples).values()))
+        """Acknowledges, requeues or renews the leases of samples.
+
+        `what` is the action, as in `ending`. Renewed leases end after `lease` seconds.
+        """
+        leases_by_server = leases_of(samples)
+        leases = sorted(chain.from_iterable(leases_by_server.values()))
         if not leases:
-            return MutationResult(0, ())
+            return MutationResult(applied=0, missing=())
         answer = await self._stream.finish(ending(what, leases, lease), timeout)
-        return MutationResult(len(answer.done), tuple(answer.missing))
+        return MutationResult(applied=len(answer.done), missing=tuple(answer.missing))
 
     def sampler(self, series: Series) -> AsyncSampler:
         """A sampler with a stream of its own."""
@@ -346,7 +363,7 @@ class SingleBatches:
         await self._stream.close()
 
     async def _draw(self, request: pb.SampleRequest, deadline: Deadline) -> tuple[int, list[Sample]]:
-        """The id and the samples of a new batch. Tries again if the stream breaks."""
+        """Draws a new batch, and returns its id and its samples. Tries again if the stream breaks."""
         # Each attempt has the same id, so that the server requeues the batch that an earlier attempt has drawn.
         request.id = new_id()
 
@@ -356,7 +373,8 @@ class SingleBatches:
             if seconds is not None:
                 request.timeout = seconds  # at a later attempt, the server waits only for the seconds that are left
             try:
-                return await self._stream.result(self._stream.draw(request), rpc_timeout)
+                future = self._stream.draw(request)
+                return await self._stream.result(future, rpc_timeout)
             except asyncio.CancelledError:
                 self._stream.give_up(request.id)
                 raise
@@ -367,17 +385,18 @@ class SingleBatches:
                 raise
 
         head, payloads = await self._connection.call(attempt, deadline.seconds)
-        return request.id, samples_of(head, payloads, request.lease > 0)
+        return request.id, samples_of(head, payloads, leased=request.lease > 0)
 
-    async def _acknowledge(self, draw_id: int, samples: list[Sample], same_call: bytes, timeout: float | None) -> bool:
-        """Acknowledges the batch. Returns False if the server has requeued it.
+    async def _acknowledge(self, draw_id: int, samples: list[Sample], call_key: bytes, timeout: float | None) -> bool:
+        """Acknowledges the batch. Returns False if the server has requeued the batch.
 
-        If no answer arrives in time, keeps the batch for the next equal call: the server may have acknowledged it.
+        If no answer arrives in time, the server may have acknowledged the batch all the same. So this method keeps the
+        batch in `_unconfirmed`, for the next call with an equal request.
         """
         try:
             answer = await self._stream.finish(pb.DrawRequest(acknowledge=[draw_id]), timeout)
         except BaseException:
-            self._unconfirmed[same_call] = draw_id, samples
+            self._unconfirmed[call_key] = draw_id, samples
             while len(self._unconfirmed) > MOST_UNCONFIRMED:
                 oldest = next(iter(self._unconfirmed))
                 del self._unconfirmed[oldest]
@@ -389,9 +408,9 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
     """An endless iterator over batches; made by `AsyncReplayClient.sampler()`, used with `async with` and `async for`.
 
     The server draws up to `prefetch` batches ahead. A batch counts as sampled when the caller gets it. Until then the
-    server requeues the batch if the connection ends, or if an item of the batch becomes stale. A broken connection or
-    an interrupt can lose the server's answer to `acknowledge`. The caller then gets that batch next. With a lease, the
-    batch returns to its table when the lease ends, unless the caller acknowledges it before.
+    server requeues the batch if the connection ends, or if an item of the batch becomes stale. If a broken connection
+    or an interrupt loses the server's answer to the acknowledgement of a batch, the caller gets this batch next. With a
+    lease, a batch returns to its table when its lease ends, unless the caller acknowledges the batch before.
     """
 
     def __init__(self, connection: Connection, series: Series) -> None:
@@ -399,16 +418,18 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         self._stream = DrawStream(connection)
         self._series = series
         self._lease = series.request.lease
-        """Seconds; 0: no lease."""
-        # A batch that is drawn ahead belongs to the stream. Its lease begins when the caller asks for the batch.
+        """The length of each lease in seconds; 0: no lease."""
+        # Draws ask for no lease, because a batch that is drawn ahead belongs to the stream. The lease of a batch begins
+        # when the caller asks for the batch.
         series.request.lease = 0.0
         self._ahead: deque[asyncio.Future[Batch]] = deque()
         """The draws of the batches that the caller has not received yet."""
         self._received: tuple[int, list[Sample]] | None = None
-        """The id and the samples of the next batch for the caller, until the server has answered its acknowledgement.
-        None: no batch has been received."""
+        """The id and the samples of the batch that the caller gets next. The batch stays here until the server has
+        answered its acknowledgement or renewal. None: the next batch has not been received yet."""
         self._answer: asyncio.Future[pb.SampleResponse] | None = None
-        """The server's answer to the acknowledgement of that batch, or to its renewal. None: nothing was sent."""
+        """The server's answer to the acknowledgement (with a lease: the renewal) of the batch in `_received`. None: no
+        such request is under way."""
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -433,31 +454,36 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
                         return await self._next()
             raise DeadlineExceededError(reason)
         except BaseException:
-            self._drop()  # the caller may not ask again, so keep no batches drawn ahead
+            self._drop()  # the caller perhaps never asks again, so keep no batches drawn ahead
             raise
 
     async def _explain(self) -> str:
-        """The server's reason why draws from this table wait. Raises ServerUnavailableError if no server answers."""
+        """The reason why draws from this table wait, from the server if it gives one.
+
+        Raises ServerUnavailableError if no server answers.
+        """
         table = self._series.request.table
         reason = ""
         try:
-            info = await self._connection.unary("GetServerInfo", pb.GetServerInfoRequest(tables=[table]), 1.0)
+            request = pb.GetServerInfoRequest(tables=[table])
+            info = await self._connection.unary("GetServerInfo", request, timeout=1.0)
             reason = str(info.tables[0].sampling.reason)
         except ServerUnavailableError:
             raise
         except ReplayError:
-            pass  # the reason only helps a person; a server that answers with an error may still serve the draws
+            pass  # the reason only helps a person, and a server that answers with an error may still serve the draws
         return reason or f"{table}: no batch of {self._series.request.num_samples} within the time"
 
     async def _next(self) -> list[Sample]:
-        """The next batch that the server confirms. Tries again if the stream breaks."""
+        """The next batch whose acknowledgement or lease the server confirms. Tries again if the stream breaks."""
         patience = self._connection.patience(self._connection.timeout)
         while True:
             try:
                 if self._received is None:
                     self._received = await self._receive()
                 batch_id, samples = self._received
-                if await self._confirmed(batch_id):
+                is_confirmed = await self._confirm(batch_id)
+                if is_confirmed:
                     return samples
             except grpc.aio.AioRpcError as error:
                 # `_received` stays: the next attempt acknowledges the same id again.
@@ -465,7 +491,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
                 await patience.pause_or_raise(error)  # raises if no other attempt follows
 
     async def _receive(self) -> tuple[int, list[Sample]]:
-        """The id and the samples of the next batch that is drawn. Waits for one if none has been drawn ahead."""
+        """The id and the samples of a batch that has been drawn. If none has been drawn ahead, waits for a batch."""
         assert self._answer is None, "the batch before is neither confirmed nor revoked"
         self._draw_ahead(max(1, self._series.prefetch))
         if not any(draw.done() for draw in self._ahead):
@@ -480,18 +506,18 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
             self._series.on_lease(samples)
         return head.batch, samples
 
-    async def _confirmed(self, batch_id: int) -> bool:
+    async def _confirm(self, batch_id: int) -> bool:
         """Acknowledges the batch, or begins its lease, and returns True if the server confirms that.
 
-        False if the server has requeued the batch, because an item became stale or the stream ended. `_answer` outlives
-        a caller that is cancelled: the next call waits for the same answer.
+        Returns False if the server has requeued the batch, because an item became stale or the stream ended. If the
+        caller is cancelled, `_answer` stays, so that the next call waits for the same answer.
         """
         if self._answer is None:
             if self._lease:
                 request = pb.DrawRequest(renew=[batch_id], seconds=self._lease)
             else:
                 request = pb.DrawRequest(acknowledge=[batch_id])
-            request.awaited = False  # the caller has this batch and works, and does not wait for the next one
+            request.awaited = False  # the caller now works on this batch, and does not wait for the next one
             self._answer = self._stream.end(request)
             self._draw_ahead(self._series.prefetch)
         answer = await asyncio.shield(self._answer)  # a caller that is cancelled must not cancel the future
@@ -500,7 +526,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         return not answer.missing
 
     def _draw_ahead(self, batches: int) -> None:
-        """Begins draws until `batches` are under way or drawn."""
+        """Begins draws until `_ahead` has at least `batches` draws, whether under way or done."""
         while len(self._ahead) < batches:
             self._series.request.id = new_id()
             self._ahead.append(self._stream.draw(self._series.request))
@@ -513,7 +539,7 @@ class AsyncSampler(AbstractAsyncContextManager["AsyncSampler"]):
         self._answer = None
 
     async def close(self) -> None:
-        """Requeues the batches that were drawn ahead."""
+        """Ends the sampler and its stream. The server requeues the batches that were drawn ahead."""
         self._closed = True
         await self._stream.close()
         self._drop()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float32]
 Scale = Literal["group", "batch", "none"]
-"""The number by which a trainer divides r - mean of the group: std + eps, with the std of the group or of the batch;
-"none": the trainer does not divide."""
+"""How a trainer scales the differences r - (mean reward of the group). "group" and "batch": it divides them by
+std + eps, with the std of the rewards of the group or of the batch. "none": it does not divide them."""
 
 _EPS = 1e-4
 """Added to the std, so that a small std does not give huge advantages."""
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-6
 
 
 def _rewards(rewards_G: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """The rewards as an array (G,). Raises ValueError unless they are finite numbers, at least one."""
+    """The rewards as an array (G,). Raises ValueError for another shape, for G = 0, and if a reward is not finite."""
     rewards = np.asarray(rewards_G, dtype=np.float64)
     if rewards.ndim != 1 or rewards.size == 0:
         raise ValueError(f"rewards must have shape (G,) with G >= 1, not {rewards.shape}")
@@ -58,12 +58,12 @@ def group_advantages(
     "package.module:function"; see `replay_client.advantages`. `facts`: the other arguments of this function, by their
     names in `replay_client.advantages.FACTS`.
 
-    Raises ValueError for rewards that are not finite or not one-dimensional, for another `scale`, and for a function
+    Raises ValueError for rewards that are not finite or not one-dimensional, for an unknown `scale`, and for a function
     that fails or returns no advantages.
     """
     rewards = _rewards(rewards_G)
     if advantages is not None:
-        # Imported here: the rest of this module needs only numpy.
+        # The import is here, because the rest of this module needs only numpy.
         from replay_client.advantages import advantages_by
 
         return advantages_by(advantages, rewards, facts or {})
@@ -74,7 +74,7 @@ def group_advantages(
 
 
 def group_priority(rewards_G: npt.ArrayLike, advantages_G: npt.ArrayLike) -> float:
-    """Replay priority of a group: sum |A| * std of the rewards; 0 for a group with equal rewards (TRL's score).
+    """Replay priority of a group: (sum of |A|) * (std of the rewards), which is TRL's score. Equal rewards give 0.
 
     A single reward has no std, so the priority of a group of one rollout is its |A|.
     """
@@ -105,24 +105,26 @@ def is_zero_variance(rewards_G: npt.ArrayLike, tolerance: float = _TOLERANCE) ->
 
 
 def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: str = "") -> bool:
-    """True if any rollout that is trained on has an advantage other than 0, so that a step with this group can teach.
+    """True if a token that is trained on has an advantage other than 0, so that a step with this group can teach.
 
-    If the group has `token_advantages`, these decide: the advantage of at least one trained token must differ from 0.
-    Otherwise the advantages of the rollouts decide. With `scale=None`, the trainer uses the `advantages` in the group.
-    So a group of one rollout with an advantage carries a gradient. A group with equal rewards does too, if its
-    advantages were not computed from the rewards alone, but for example with a baseline. With a `scale`, the trainer
-    computes the advantages anew: (r - mean of the group) / divisor. They are 0 for equal rewards and for a group of one
-    rollout, whatever the divisor is.
+    The first of these rules that applies says which advantages count:
 
-    `teacher` is the column of extras that a trainer distils from; empty: the trainer does not distil. Every trained
-    token of a group with that column has an advantage, whatever the rewards are: the difference between teacher and
-    policy.
+    * `teacher` is the column of extras that a trainer distils from; empty: the trainer does not distil. In a group with
+      this column, every trained token has an advantage, whatever the rewards are: the difference between teacher and
+      policy.
+    * If the group has `token_advantages`, these count.
+    * With a `scale`, the trainer computes the advantages of the rollouts anew: (r - mean of the group) / divisor. They
+      are 0 for equal rewards and for a group of one rollout, whatever the divisor is.
+    * With `scale=None`, the trainer uses the `advantages` in the group. A group of one rollout can have an advantage
+      other than 0. So can a group with equal rewards, if its advantages were not computed from the rewards alone, but
+      for example with a baseline.
 
-    Raises ValueError for rewards that are not finite, and for another `scale`.
+    Raises ValueError for rewards that are not finite, and for an unknown `scale`.
     """
     if scale not in (None, "group", "batch", "none"):
         raise ValueError(f"scale must be 'group', 'batch', 'none' or None, not {scale!r}")
-    equal_rewards = is_zero_variance(group.rewards)  # before the returns, because it raises the errors for the rewards
+    # This check comes before all returns, because it raises ValueError for wrong rewards.
+    equal_rewards = is_zero_variance(group.rewards)
     if teacher and teacher in group.extras:
         return bool(group.trained_mask.any())
     if group.token_advantages is not None:
@@ -130,30 +132,33 @@ def carries_gradient(group: RolloutGroup, scale: Scale | None = None, teacher: s
     if scale is not None:
         if equal_rewards:
             return False
-        # No divisor makes an advantage 0 that is not 0 before the division. So "none" stands for every `scale`.
-        advantages_G = _of_trained(group, group_advantages(group.rewards, "none"))
+        # A division makes no advantage 0 that was not 0 before. So the advantages of "none" decide for every `scale`.
+        undivided_G = group_advantages(group.rewards, scale="none")
+        advantages_G = _zero_if_untrained(group, undivided_G)
         return bool(advantages_G.any())
     largest_error = 0.0
     if equal_rewards and group.group_size > 1:
         # Rewards that count as equal may differ by rounding errors up to _TOLERANCE. Their std is about 0, so their
         # advantages are these errors divided by about _EPS, and mean nothing.
         largest_error = _TOLERANCE / _EPS
-    return bool((np.abs(trained_advantages(group)) > largest_error).any())
+    magnitudes_G = np.abs(trained_advantages(group))
+    return bool((magnitudes_G > largest_error).any())
 
 
 def trained_advantages(group: RolloutGroup) -> FloatArray:
     """(G,) the advantage of each rollout; 0 for a rollout without a token that is trained on.
 
-    If the group has `token_advantages`: the mean |advantage| of those tokens of each rollout that are trained on.
+    If the group has `token_advantages`, the value of a rollout is the mean |advantage| of its trained tokens instead.
     """
     advantages_T = group.token_advantages
     if advantages_T is None:
-        return _of_trained(group, group.advantages)
+        return _zero_if_untrained(group, group.advantages)
     trained_T = group.trained_mask
     means_G: list[float] = []
     for span in group.rollout_spans():
-        trained = np.abs(advantages_T[span][trained_T[span]])
-        means_G.append(trained.mean(dtype=np.float64) if trained.size else 0.0)
+        rollout_advantages = advantages_T[span]
+        magnitudes = np.abs(rollout_advantages[trained_T[span]])
+        means_G.append(magnitudes.mean(dtype=np.float64) if magnitudes.size else 0.0)
     return np.array(means_G, np.float32)
 
 
@@ -161,8 +166,8 @@ def trained_priority(group: RolloutGroup) -> float:
     """Replay priority of the trained rollouts of a group; 0 if the group carries no gradient.
 
     The priority is `group_priority` of the rewards and `trained_advantages`. If the group has `token_advantages`, the
-    priority is the sum of the mean |advantage| of each rollout, without the std of the rewards: these advantages need
-    not depend on the rewards, and may be large although all rewards are equal.
+    priority is the sum of the mean |advantage| of each rollout. It is not multiplied by the std of the rewards, because
+    these advantages need not depend on the rewards, and may be large although all rewards are equal.
 
     Raises ValueError for rewards that are not finite.
     """
@@ -174,7 +179,7 @@ def trained_priority(group: RolloutGroup) -> float:
     return group_priority(group.rewards, advantages_G)
 
 
-def _of_trained(group: RolloutGroup, advantages_G: FloatArray) -> FloatArray:
+def _zero_if_untrained(group: RolloutGroup, advantages_G: FloatArray) -> FloatArray:
     """(G,) the advantages, but 0 for rollouts in which no token is trained on."""
     trained_T = group.trained_mask
     trained_G = [bool(trained_T[span].any()) for span in group.rollout_spans()]

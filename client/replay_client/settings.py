@@ -1,7 +1,7 @@
 """Settings: makes frozen dataclasses whose fields pydantic checks, describes them as JSON, and loads named functions.
 
 A module that declares settings must import nothing that is slow to import, because the command line imports the module
-to make its options of the settings.
+to make options from the settings.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-"""A finite number from 0."""
+"""A finite number that is at least 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
-# A lambda, because `_absolute` is defined below.
+# The lambda is necessary, because `_absolute` is defined below.
 FixedPath = Annotated[str | Path, AfterValidator(lambda path: _absolute(path))]
 """A path, which is made absolute when the settings are made, because users' code may change the folder of the process
 later. An address with :// stays as it is."""
@@ -39,8 +39,8 @@ SETTINGS_FILE = "settings.json"
 """The name of the file with a trainer's settings, beside its metrics. The name is not `config.json`, because a model
 has a file of that name, which may be in the same folder."""
 MOST_TEXT = 256
-"""The most characters of one setting in the description that a process sends to the server (`described`). The server
-accepts 4 kB for all settings together."""
+"""The most characters that the value of one setting may have in the description that a process sends to the server
+(`described`). The server accepts 4 kB for all settings together."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -58,8 +58,8 @@ def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
         construct = checked.__init__
         known = [setting.name for setting in fields(checked)]
 
-        # Calls pydantic's constructor, and turns its errors into messages of one line. (No docstring here: `wraps`
-        # copies the one of pydantic's constructor.)
+        # Calls pydantic's constructor, and turns its errors into messages of one line. This text is no docstring,
+        # because `wraps` copies the docstring of pydantic's constructor.
         @functools.wraps(construct)
         def __init__(self: Any, *values: Any, **named: Any) -> None:
             for name in named:
@@ -77,23 +77,23 @@ def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
 
 
 def _absolute(path: str | Path) -> str | Path:
-    """The path from the root of the file system, seen from the present folder. An address with :// stays as it is."""
+    """Makes a path absolute, as seen from the present folder of the process. An address with :// stays as it is."""
     if isinstance(path, Path):
         return path.absolute()
     return path if "://" in path else str(Path(path).absolute())
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    """Raises ValueError unless `value`, of the setting `name`, is one of the choices."""
+    """Raises ValueError if the `value` of the setting `name` is not one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def described(part: str, own: Mapping[str, Any]) -> dict[str, str]:
-    """The settings with which a generator or trainer describes itself to a server, each as JSON, by name.
+    """The settings with which a generator or trainer describes itself to a server: each value as JSON, by its name.
 
-    `part` is "generator" or "trainer", for example, and `own` has the other settings by name. Leaves out a value that
-    is too long. `records.read_described` reads the description.
+    `part`, for example "generator" or "trainer", becomes one of these settings. `own` has the other settings by name.
+    Leaves out a value whose JSON is longer than MOST_TEXT. `records.read_described` reads the description.
     """
     texts: dict[str, str] = {}
     for name, value in {"part": part, **own}.items():
@@ -109,12 +109,12 @@ def as_json(own: Any) -> str:
 
 
 def _name_of(value: object) -> str:
-    """The text by which JSON shows a value of another type, such as the name of a function."""
+    """The text that stands in JSON for a value of a type that JSON lacks. For a function, it is the function's name."""
     return str(getattr(value, "__qualname__", value))
 
 
 def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The built-in function `name`, or the function that `name` gives as "package.module:function".
+    """The built-in function `name`; or, for a name of the form "package.module:function", the function of that module.
 
     `built_in` has functions by name. `kind` is the purpose of the function, such as "advantages", for errors. Raises
     ValueError for a name that leads to no function.
@@ -129,8 +129,8 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
         function = getattr(importlib.import_module(module_name), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"{kind} {name!r}: {error}") from error
-    except (Exception, SystemExit) as error:  # the user's module raised it while it was imported
-        place = raised_in(error, skip=1)  # the outermost frame is this function
+    except (Exception, SystemExit) as error:  # the user's module raised this error during its import
+        place = raised_in(error, skip=1)  # skip the outermost frame, which is this function
         raised = f"{type(error).__name__}: {error}{place}"
         raise ValueError(f"{kind} {name!r}: its module cannot be imported, for it raised {raised}") from error
     if not callable(function):
@@ -142,12 +142,12 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
 def raised_in(error: BaseException, *, skip: int) -> str:
     """The file and line of the user's code that raised an error, in brackets after a space.
 
-    `skip` is the number of outermost frames, which belong to the caller and not to the user. Frames of Python's own
-    import machinery are left out. Empty if no frame is left.
+    `skip` is the number of outermost frames that are left out, because they belong to the caller and not to the user.
+    Frames of Python's own import machinery are left out too. The result is empty if no frame is left.
     """
     frames = traceback.extract_tb(error.__traceback__)[skip:]
     user_frames = [frame for frame in frames if not frame.filename.startswith("<frozen ")]
     if not user_frames:
         return ""
-    last = user_frames[-1]
-    return f" ({last.filename}, line {last.lineno})"
+    innermost = user_frames[-1]
+    return f" ({innermost.filename}, line {innermost.lineno})"

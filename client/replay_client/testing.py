@@ -32,10 +32,13 @@ class LocalServer:
         self.address = address
         """host:port, for a client of any kind."""
         self._clients = clients
-        """Closes the clients of `client` at the end of the block of `server()`."""
+        """The clients that `client` has made. They are closed at the end of the block of `server()`."""
 
     def client(self, **options: Any) -> ReplayClient:
-        """A blocking client of this server, which is closed with the server. `options` are those of ReplayClient."""
+        """Returns a new blocking client of this server. The end of the block of `server()` closes the client.
+
+        `options` are those of ReplayClient.
+        """
         return self._clients.enter_context(ReplayClient(self.address, **options))
 
 
@@ -46,9 +49,10 @@ def server(tables: Iterable[TableConfig | Mapping[str, Any]] | None = None, **op
         with server(tables=[{"name": "rollouts", "sampler": "fifo"}]) as replay:
             client = replay.client()
 
-    `tables`: as in a configuration file. None: the two tables of `replay serve` without a file, `rollouts` (a queue)
-    and `replay` (a pool), with fixed seeds, so that they draw the same samples in each run. `options` are those of
-    `replay_server.ReplayServer`. Raises ImportError if a package that the server needs is not installed.
+    `tables`: the tables, as in a configuration file. None: the two tables that `replay serve` has without a file,
+    `rollouts` (a queue) and `replay` (a pool). Both then have a fixed seed, so they draw the same samples in each run.
+    `options` are those of `replay_server.ReplayServer`. Raises ImportError if a package that the server needs is not
+    installed.
     """
     try:
         from replay_server import ReplayServer
@@ -61,9 +65,9 @@ def server(tables: Iterable[TableConfig | Mapping[str, Any]] | None = None, **op
     if tables is None:
         tables = [table.model_copy(update={"seed": 0}) for table in DEFAULT_TABLES]
     # ReplayServer makes a TableConfig of each mapping, although its annotation does not say so.
-    running = ReplayServer(tables, port=0, **options)  # type: ignore[arg-type]
-    with running, ExitStack() as clients:
-        yield LocalServer(running.address, clients)
+    running_server = ReplayServer(tables, port=0, **options)  # type: ignore[arg-type]
+    with running_server, ExitStack() as clients:
+        yield LocalServer(running_server.address, clients)
 
 
 def make_group(
@@ -80,18 +84,20 @@ def make_group(
 ) -> RolloutGroup:
     """A group of completions with 1, 2, 3, ... tokens and the rewards 1, 0, 1, ..., unless arguments say otherwise.
 
-    Without rewards, lengths and completions the group has three completions. `lengths` has the number of tokens of each
-    completion; the token ids are then chosen here, below 16. `logprobs` is one value for all tokens, or one for each.
-    With a seed, tokens and log-probabilities are random, and the same for the same seed. `version` becomes the policy
-    version. `fields` are other fields of RolloutGroup.
+    If none of rewards, lengths and completions is given, the group has three completions. `lengths`: the number of
+    tokens of each completion, for a group without `completions`. The token ids are then chosen here, and are below 16.
+    `logprobs` is one value for all tokens, or one value for each token. A `seed` replaces all token ids of completions
+    and all log-probabilities by random ones, which are the same in each call with the same seed. `version` becomes the
+    policy version. `fields` are other fields of RolloutGroup.
     """
     if rewards is None:
-        group_size = len(completions or lengths or (1, 2, 3))
+        one_per_completion = completions or lengths or (1, 2, 3)
+        group_size = len(one_per_completion)
         rewards = [1.0 if row % 2 == 0 else 0.0 for row in range(group_size)]
     if completions is None:
         if lengths is None:
             lengths = range(1, len(rewards) + 1)
-        # Each completion repeats a token of its own, from 5 to 11.
+        # A completion repeats one token: 5 in the first completion, 6 in the second, ..., 11, and then 5 once more.
         completions = [[5 + row % 7] * length for row, length in enumerate(lengths)]
     lengths_G = np.array([len(completion) for completion in completions], np.int32)
     tokens: list[int] = []
@@ -120,8 +126,8 @@ def make_group(
 def until(condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.01) -> T:
     """Calls `condition` until it returns a value that counts as true, and returns this value.
 
-    `pause`: seconds between two calls. Raises AssertionError after `timeout` seconds. The message is `otherwise`; if
-    `otherwise` is empty, the message quotes the condition.
+    `pause`: seconds between two calls. Raises AssertionError after `timeout` seconds. The message contains the text
+    `otherwise`; if this text is empty, the message quotes the condition instead.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -129,34 +135,35 @@ def until(condition: Callable[[], T], otherwise: str = "", timeout: float = PATI
         if value:
             return value
         if time.monotonic() > deadline:
-            raise AssertionError(_overdue(condition, otherwise, timeout, value))
+            raise AssertionError(_timeout_message(condition, otherwise, timeout, value))
         time.sleep(pause)
 
 
 async def async_until(
     condition: Callable[[], T], otherwise: str = "", timeout: float = PATIENCE, pause: float = 0.005
 ) -> T:
-    """As `until`, for a test on an event loop. The loop goes on with other tasks meanwhile."""
-    # `time.monotonic` and not the clock of the event loop: a test may stop that clock, and the wait would never end.
+    """Does what `until` does, for a test on an event loop. The loop runs other tasks between two calls."""
+    # Use `time.monotonic`, because a test may stop the clock of the event loop. By that clock the wait would never end.
     deadline = time.monotonic() + timeout
     while True:
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
-            raise AssertionError(_overdue(condition, otherwise, timeout, value))
+            raise AssertionError(_timeout_message(condition, otherwise, timeout, value))
         await asyncio.sleep(pause)
 
 
-def _overdue(condition: Callable[[], object], otherwise: str, timeout: float, value: object) -> str:
-    """The message of an error for a wait that was too long. `value` is the last value of the condition."""
+def _timeout_message(condition: Callable[[], object], otherwise: str, timeout: float, value: object) -> str:
+    """The message of the AssertionError after a wait of `timeout` seconds. `value`: what the last call of `condition`
+    returned."""
     reason = otherwise or f"this did not become true: {_source_of(condition)}"
-    last = "" if value is False else f" (its last value was {value!r:.200})"
-    return f"after {timeout:g} s: {reason}{last}"
+    last_value = "" if value is False else f" (its last value was {value!r:.200})"
+    return f"after {timeout:g} s: {reason}{last_value}"
 
 
 def _source_of(condition: Callable[[], object]) -> str:
-    """The expression of a lambda as it was written; the name of any other callable."""
+    """The source of the expression of a lambda. For any other callable, its name."""
     code = getattr(condition, "__code__", None)
     if isinstance(code, CodeType) and code.co_name == "<lambda>":
         return _expression_of(code) or "the condition"
@@ -166,26 +173,32 @@ def _source_of(condition: Callable[[], object]) -> str:
 def _expression_of(code: CodeType) -> str:
     """The source of the expression that a lambda computes, in one line; "" if the source is not known.
 
-    The expression reaches from the first to the last position that an instruction of the lambda has in the source.
+    Python knows, for each instruction of the lambda, the piece of the source from which the instruction was compiled.
+    The expression begins where the first of these pieces begins, and ends where the last piece ends.
     """
-    first: tuple[int, int] | None = None  # line and column
-    last: tuple[int, int] | None = None
+    starts: list[tuple[int, int]] = []  # line and column
+    ends: list[tuple[int, int]] = []
     for line, end_line, column, end_column in code.co_positions():
         if line is None or end_line is None or column is None or end_column is None:
             continue
         start = (line, column)
         end = (end_line, end_column)
-        if start == end:  # an instruction that begins or ends the call
+        if start == end:  # an instruction that begins or ends the call, and was not compiled from any source
             continue
-        first = min(first or start, start)
-        last = max(last or end, end)
-    if first is None or last is None:
+        starts.append(start)
+        ends.append(end)
+    if not starts:
         return ""
-    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first[0], last[0] + 1)]
-    # Columns count bytes. Cut the end first: if there is one line, cutting its start would move the column of the end.
-    lines[-1] = lines[-1][: last[1]]
-    lines[0] = lines[0][first[1] :]
-    return " ".join(" ".join(line.decode() for line in lines).split())
+    first_line, first_column = min(starts)
+    last_line, last_column = max(ends)
+    # Columns count bytes, so the lines are cut as bytes.
+    line_numbers = range(first_line, last_line + 1)
+    lines = [linecache.getline(code.co_filename, number).encode() for number in line_numbers]
+    # Cut the end first: if there is only one line, cutting its start would move the column of its end.
+    lines[-1] = lines[-1][:last_column]
+    lines[0] = lines[0][first_column:]
+    text = " ".join(line.decode() for line in lines)
+    return " ".join(text.split())  # each run of spaces and line breaks becomes one space
 
 
 __all__ = ["PATIENCE", "LocalServer", "async_until", "make_group", "server", "until"]

@@ -1,9 +1,12 @@
 """Tracing: opens OpenTelemetry spans for the methods of a client and for groups, if the program has set up the SDK.
 
-The trace context (W3C) travels to the trainer in the meta of each group, as `traceparent`, and to the server in the
-metadata of calls. A stream lasts longer than the spans in which it is used, so its metadata cannot carry the context.
-Inserts, draws and updates use streams. So only the client has spans for them, and the server has none. Without the SDK,
-and outside of a sampled span, this module does nothing.
+The W3C trace context names the span under which other processes open their spans. The context goes to the trainer in
+the meta of each group, as `traceparent`, and to the server in the metadata of calls with one answer. The metadata of a
+stream cannot carry the context, because a stream lasts longer than the spans in which it is used. Inserts, draws and
+updates use streams, so the client has spans for them, and the server has none.
+
+If the program has not loaded the SDK, this module does nothing. The methods of a client open spans only inside of a
+span that is recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ T = TypeVar("T")
 
 
 def tracer() -> Tracer | None:
-    """The tracer; None if the program has not loaded the SDK, so that no span would be exported."""
+    """The tracer of this package; None if the program has not loaded the SDK, because then nothing exports spans."""
     # Look into `sys.modules`, because an import would load the SDK for programs that do not trace.
     if "opentelemetry.sdk.trace" not in sys.modules:
         return None
@@ -33,7 +36,7 @@ def tracer() -> Tracer | None:
 
 
 def carrier() -> dict[str, str]:
-    """The open span as headers of W3C trace context; empty if no span is open or the open span is not recorded."""
+    """The W3C trace context of the open span, as headers; empty if no span is open or the open span is not recorded."""
     if tracer() is None:
         return {}
     from opentelemetry.trace import get_current_span
@@ -46,7 +49,10 @@ def carrier() -> dict[str, str]:
 
 
 async def in_span(name: str, work: Callable[[], Awaitable[T]], **attributes: str) -> T:
-    """The result of `work`, which runs in a span. Spans that open meanwhile are its children."""
+    """Calls `work` in a new span, and returns its result. Spans that `work` opens become children of the new span.
+
+    `name` and `attributes` are those of the span. If the program has not loaded the SDK, there is no span.
+    """
     current_tracer = tracer()
     if current_tracer is None:
         return await work()
@@ -55,7 +61,8 @@ async def in_span(name: str, work: Callable[[], Awaitable[T]], **attributes: str
 
 
 def spans(client: type[T]) -> type[T]:
-    """Decorates a class of clients: each public coroutine opens a span, if a recorded span is open already."""
+    """Decorates a class of clients: each call of a public coroutine method inside of a recorded span opens a child
+    span."""
     for name, method in list(vars(client).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             setattr(client, name, _traced(f"replay.{name}", method))
@@ -63,11 +70,11 @@ def spans(client: type[T]) -> type[T]:
 
 
 def _traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, with a span of this name around each call, if a recorded span is open already."""
+    """Wraps the method: each call inside of a recorded span opens a child span with this name."""
 
     @wraps(method)
     async def call(*args: Any, **kwargs: Any) -> Any:
-        if not carrier():
+        if not carrier():  # no recorded span is open
             return await method(*args, **kwargs)
         return await in_span(name, partial(method, *args, **kwargs))
 

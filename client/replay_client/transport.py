@@ -54,22 +54,23 @@ _OPTIONS: Final = [
 ]
 """The options of the gRPC channel."""
 _LARGE = 128 << 10
-"""Payload bytes from which a response is large. When memory of this size is freed, malloc may return it to the system,
-and must then ask for it again at the next response, which costs time (`keep_freed_memory`)."""
-_BOTH = "stream_stream"
+"""The smallest number of payload bytes with which a response is large. malloc may return freed memory of this size to
+the system, and must then ask the system for memory at the next response. This costs time, and `keep_freed_memory`
+prevents it."""
+_MANY_TO_MANY = "stream_stream"
 """The name of the channel's method for calls that send many messages and receive many."""
-_ANSWERS = "unary_stream"
+_ONE_TO_MANY = "unary_stream"
 """The name of the channel's method for calls that send one message and receive many."""
-_MESSAGES: Final[dict[str, tuple[str, Any, Any]]] = {
-    "InsertStream": (_BOTH, write_frame, pb.InsertResponse.FromString),
-    "Draw": (_BOTH, pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
-    "Multiplex": (_BOTH, pb.CallRequest.SerializeToString, pb.CallResponse.FromString),
-    "ShareMemory": (_BOTH, pb.ShareMemoryRequest.SerializeToString, pb.ShareMemoryResponse.FromString),
-    "WatchPolicy": (_ANSWERS, pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
-    "Get": (_ANSWERS, pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
+_STREAM_METHODS: Final[dict[str, tuple[str, Any, Any]]] = {
+    "InsertStream": (_MANY_TO_MANY, write_frame, pb.InsertResponse.FromString),
+    "Draw": (_MANY_TO_MANY, pb.DrawRequest.SerializeToString, frame_reader(pb.SampleResponse)),
+    "Multiplex": (_MANY_TO_MANY, pb.CallRequest.SerializeToString, pb.CallResponse.FromString),
+    "ShareMemory": (_MANY_TO_MANY, pb.ShareMemoryRequest.SerializeToString, pb.ShareMemoryResponse.FromString),
+    "WatchPolicy": (_ONE_TO_MANY, pb.GetPolicyRequest.SerializeToString, pb.Policy.FromString),
+    "Get": (_ONE_TO_MANY, pb.GetRequest.SerializeToString, frame_reader(pb.GetResponse)),
 }
-"""The methods that are streams. The value of a name is the kind of the call, the function that encodes a message, and
-the function that decodes an answer."""
+"""The server's methods that are streams. Name of the method -> the name of the channel's method for such calls, the
+function that encodes a message, and the function that decodes an answer."""
 
 
 def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc.aio.AioRpcError:
@@ -82,9 +83,9 @@ def failure(code: grpc.StatusCode | int, details: str, reason: str = "") -> grpc
 
 
 class Stream:
-    """One call with streams of messages to and from a server.
+    """One gRPC call on which messages go to the server and answers come back.
 
-    The requests of InsertStream, and the answers of Draw and Get, are frames.
+    The requests of InsertStream and the answers of Draw and Get are frames. All others are plain messages of protobuf.
     """
 
     def __init__(self, call: Any) -> None:
@@ -102,17 +103,21 @@ class Stream:
         return bool(self._call.done())
 
     async def write(self, message: Any) -> None:
-        """Sends a message. Raises AioRpcError or InvalidStateError if the stream has ended; `read` has the reason."""
+        """Sends a message. Raises AioRpcError or InvalidStateError if the stream has ended.
+
+        `read` then raises an error that says why the stream has ended.
+        """
         await self._call.write(message)
 
     async def read(self) -> Any:
-        """The next message. Raises AioRpcError if the stream has ended, in good order or not."""
+        """The next message. Raises AioRpcError if the stream has ended, even if it ended without an error."""
         call = self._call
         message = await call.read()
         if message is not grpc.aio.EOF:
             return message
         code = await call.code()
-        if code is grpc.StatusCode.OK:  # the server stops; a caller still expects a message and must try again
+        if code is grpc.StatusCode.OK:
+            # The server stops, but the caller still expects a message. After UNAVAILABLE the caller tries again.
             raise failure(grpc.StatusCode.UNAVAILABLE, "the server ended the stream without an error")
         raise grpc.aio.AioRpcError(
             code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
@@ -121,17 +126,18 @@ class Stream:
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
         """Ends the stream in good order. `reader` is the task that reads the stream, if there is one.
 
-        Returns True if the server has ended the stream too, or if the stream had broken before. Otherwise cancels the
-        stream and returns False.
+        Returns True if the server then ends the stream too, or if `reader` has already ended because the stream broke.
+        Otherwise cancels the stream and returns False.
         """
-        # `cancel` is the last resort: gRPC calls the event loop once more after it, and the loop may be closed by then.
+        # `cancel` is the last resort, because gRPC calls the event loop once more after a cancel. The loop may be
+        # closed by then.
         ended = False
         # InternalError: the call broke at this moment, and gRPC cannot send more to the server.
         with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError, TimeoutError):
             async with asyncio.timeout(_GOODBYE):
                 await self._call.done_writing()
                 if reader is not None:
-                    await asyncio.wait([reader])  # it ends when it has read the end of the stream
+                    await asyncio.wait([reader])  # the task ends when it has read the end of the stream
                 else:
                     await self._read_to_the_end()
                 ended = True
@@ -152,15 +158,15 @@ class Stream:
 class Rows:
     """Puts together the payloads of one response from the bytes of its messages. No byte is copied twice.
 
-    Each row of the response has one payload. If the payload lies in one message, `add` makes it with its argument
-    `keep`. If it spans several messages, its memory is allocated when its first bytes arrive, and the bytes of each
-    message are copied straight into this memory.
+    Each row of the response has one payload. If one message has all bytes of the payload, the argument `keep` of `add`
+    makes the payload. If the payload spans several messages, its memory is allocated when its first bytes arrive, and
+    the bytes of each message are copied straight into this memory.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """`sizes` has the bytes of each row."""
+        """`sizes` has the number of payload bytes of each row."""
         self._sizes = sizes
-        self._gap = memoryview(b"")
+        self._unfilled = memoryview(b"")
         """The part of the last payload whose bytes have not arrived yet."""
         self.missing = sum(sizes)
         """The number of payload bytes that have not arrived."""
@@ -168,36 +174,36 @@ class Rows:
         """The payload of each row that has begun. The list is complete when no bytes are missing."""
         if self.missing >= _LARGE:
             keep_freed_memory()
-        self.add(b"", memoryview)  # the empty rows at the start
+        self.add(b"", keep=memoryview)  # adds the empty rows at the start, which need no bytes
 
     def add(self, data: Buffer, keep: Keep) -> None:
         """Adds the next payload bytes of the response.
 
-        `keep` makes a payload of a part of `data`: a view, or a copy if the memory of `data` will be used again. Raises
-        ReplayError for more bytes than the response announced, and if memory is short.
+        `keep` makes a payload of a part of `data`. The payload is a view, or a copy if the memory of `data` will be
+        overwritten. Raises ReplayError if the messages have more bytes than the response announced, or if there is no
+        memory for a payload.
         """
         data = memoryview(data)
         end = len(data)
         if end > self.missing:
             raise ReplayError(f"the server sent {end - self.missing} payload bytes more than payload_sizes says")
         self.missing -= end
-        # First complete the last payload, if some of its bytes are missing.
-        at = min(len(self._gap), end)
-        if at:
-            self._gap[:at] = data[:at]
-            self._gap = self._gap[at:]
+        # First fill the rest of the last payload, if some of its bytes are missing.
+        position = min(len(self._unfilled), end)
+        if position:
+            self._unfilled[:position] = data[:position]
+            self._unfilled = self._unfilled[position:]
         sizes = self._sizes
         row = len(self.payloads)
-        # Then add the rows that begin in `data`. An empty row needs no bytes: it is added as soon as the row before it
-        # is complete, because no more message may follow. (`not (sizes[row] or self._gap)`: the row is empty, and the
-        # row before it is complete.)
-        while row < len(sizes) and (at < end or not (sizes[row] or self._gap)):
+        # Then add the rows that begin in `data`. An empty row does not wait for bytes, because maybe no further message
+        # follows. It is added as soon as the row before it is complete, which means that `_unfilled` is empty.
+        while row < len(sizes) and (position < end or (sizes[row] == 0 and not self._unfilled)):
             size = sizes[row]
-            if at + size <= end:
-                self.payloads.append(keep(data[at : at + size]))
+            if position + size <= end:
+                self.payloads.append(keep(data[position : position + size]))
             else:  # the row spans several messages
-                self._begin(size, data[at:])
-            at += size
+                self._begin(size, data[position:])
+            position += size
             row += 1
 
     def _begin(self, size: int, start: memoryview) -> None:
@@ -210,7 +216,7 @@ class Rows:
         except (MemoryError, OSError, OverflowError, ValueError) as error:
             raise ReplayError(f"the server has a payload of {size} bytes, for which there is no memory") from error
         buffer[: len(start)] = start
-        self._gap = buffer[len(start) :]
+        self._unfilled = buffer[len(start) :]
         self.payloads.append(buffer.toreadonly())
 
 
@@ -234,19 +240,19 @@ class BatchStream(Stream):
         """Called when the first message of an answer has arrived, before its payloads are read."""
 
     def _reader_of(self, ring_id: int) -> RingReader | None:
-        """The ring with this id, through which payloads arrive. None: the id is not that of a ring of this stream."""
+        """The ring with this id, through which payloads arrive. None: this stream has no ring with this id."""
         return None
 
 
 class IdleStreams:
     """Streams of one method that stay open between exchanges. An exchange is one request and its answer.
 
-    An exchange costs half as much as a call. Each stream carries one exchange at a time, so that an exchange that waits
-    does not delay another one.
+    An exchange on an open stream costs half as much as a call. Each stream carries one exchange at a time. So an
+    exchange whose answer takes long does not delay other exchanges.
     """
 
     def __init__(self, open_stream: Callable[[], Stream]) -> None:
-        """`open_stream` is called for an exchange if no stream is idle."""
+        """`open_stream` opens a new stream. It is called for an exchange if no stream is idle."""
         self._open = open_stream
         self._idle: list[Stream] = []
         self._busy = 0
@@ -267,7 +273,7 @@ class IdleStreams:
         self._busy += 1
         try:
             async with asyncio.timeout(timeout):
-                with suppress(asyncio.InvalidStateError):  # the stream ended while it was idle; `read` has the reason
+                with suppress(asyncio.InvalidStateError):  # the stream ended while it was idle; `read` says why
                     for message in messages(stream.bytes_per_message):
                         await stream.write(message)
                 answer = await stream.read()
@@ -279,7 +285,8 @@ class IdleStreams:
                 broken.cancel()
             self._idle.clear()
             raise
-        except BaseException:  # the caller was cancelled: the next exchange would read the answer of this one
+        except BaseException:
+            # The caller was cancelled. If the stream stayed open, the next exchange would read the answer of this one.
             stream.cancel()
             raise
         finally:
@@ -306,32 +313,36 @@ class Transport:
         self._stub: Any = ReplayStub(self._channel)
         """The generated code that makes calls with one answer."""
         self._methods: dict[str, Any] = {}
-        """The functions that open the streams of _MESSAGES, by the name of the method."""
-        for method, (kind, write, read) in _MESSAGES.items():
+        """The functions that open streams, by the name of the server's method (_STREAM_METHODS)."""
+        for method, (kind, encode, decode) in _STREAM_METHODS.items():
             make_method = getattr(self._channel, kind)
-            self._methods[method] = make_method(f"/{SERVICE}/{method}", write, read)
+            self._methods[method] = make_method(f"/{SERVICE}/{method}", encode, decode)
         self.inserts = IdleStreams(partial(self.stream, "InsertStream"))
+        """For inserts of single items."""
         self.short_calls = IdleStreams(partial(self.stream, "Multiplex"))
+        """For calls with short requests and short answers."""
 
     @property
     def carries(self) -> str:
-        """The transport of payloads: "shared memory", or "grpc: " with the reason."""
+        """How payloads travel: "shared memory", or "grpc: " with the reason why they do not use shared memory."""
         return "grpc: shared memory is turned off in this client (shared_memory=False)"
 
     async def find_out(self) -> None:
-        """Waits until it is known if the server is on this host. Does nothing here: no payload uses shared memory."""
+        """Waits until it is known how payloads travel. Does nothing here, because no payload uses shared memory."""
 
     async def call(self, method: str, request: Message, timeout: float | None) -> Any:
-        """The answer to one request, within `timeout` seconds. Raises AioRpcError."""
-        if method == "Get":  # its one answer may take several messages
+        """Sends one request and returns its answer. Raises AioRpcError if the call fails or takes longer than `timeout`
+        seconds."""
+        if method == "Get":  # a stream, because the one answer to Get may take several messages
             return await self.stream(method, request, timeout).read()
         metadata = (*self._metadata, *tracing.carrier().items())
-        return await getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
+        send = getattr(self._stub, method)
+        return await send(request, timeout=timeout, metadata=metadata)
 
     def stream(self, method: str, request: Message | None = None, timeout: float | None = None) -> Stream:
-        """Opens a stream. `request` is for a method that takes one request and answers with many messages.
+        """Opens a stream. `request`: the request of a method that takes one request and answers with many messages.
 
-        The stream ends after `timeout` seconds. None: without limit.
+        gRPC ends the stream with an error after `timeout` seconds. None: the stream has no limit.
         """
         call = self._open(method, request, timeout)
         if method in ("Draw", "Get"):
@@ -352,12 +363,12 @@ class Transport:
         await self._channel.wait_for_state_change(state)
 
     async def end_idle(self) -> None:
-        """Ends the streams that stay open between exchanges."""
+        """Ends the idle streams, which would otherwise stay open for the next exchange."""
         await self.inserts.close()
         await self.short_calls.close()
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Ends the idle streams and the connection."""
         await self.end_idle()
         await self._channel.close()
 
@@ -374,9 +385,9 @@ _POLLER = "(_poll_wrapper)"
 _forks = 0
 """The number of forks between the first process and this one."""
 _in_use_at_fork = False
-"""True if gRPC was in use in this process just before its last fork."""
+"""True if gRPC was in use just before the last fork. The new process inherits this value from its parent."""
 _broken = False
-"""True if gRPC was in use when this process, or a process before it, was forked."""
+"""True if gRPC was in use at the fork that made this process or one of its ancestors."""
 
 
 def forks() -> int:
@@ -404,14 +415,14 @@ def _before_fork() -> None:
     global _in_use_at_fork
     _in_use_at_fork = _in_use()
     if _in_use_at_fork:
-        # A finished call of gRPC is part of a reference cycle, which keeps its closed channel and the thread alive
-        # until the next collection. So collect, and look once more.
+        # A finished call of gRPC is part of a reference cycle. Until the next garbage collection, the cycle keeps the
+        # closed channel of the call alive, and so gRPC's thread. So collect, and look once more.
         gc.collect()
         _in_use_at_fork = _in_use()
 
 
 def _after_fork_in_child() -> None:
-    """Counts the fork, and notes if gRPC is broken. Python calls this function in the new process."""
+    """Counts the fork, and notes if gRPC cannot work any more. Python calls this function in the new process."""
     global _forks, _broken
     _forks += 1
     _broken = _broken or _in_use_at_fork

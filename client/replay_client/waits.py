@@ -1,8 +1,8 @@
-"""Waits: tries again (Patience), and reports waits to a person (WaitLog) and to a health check (beat).
+"""Waits: repeats failed attempts (Patience), and reports waits to a person (WaitLog) and to a health check (beat).
 
 A health check of a container looks at the age of the file that the environment variable REPLAY_HEARTBEAT names. `beat`
-updates the time of the file. In a process that hangs, the file must grow old. So call `beat` after completed work and
-during a wait, and not on a timer.
+updates the time of this file. When the process hangs, the file must grow old. So call `beat` after completed work and
+during a wait, and not on a timer, which would go on in a process that hangs.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ T = TypeVar("T")
 VARIABLE = "REPLAY_HEARTBEAT"
 """The environment variable with the path of the file that `beat` touches."""
 LOG_SECONDS = 30.0
-"""Seconds between two lines about waiting, even if they are about different waits."""
+"""Seconds between two lines of a WaitLog, even if these lines are about different waits."""
 STOP_SECONDS = 20.0
 """Upper limit, in seconds, on the time from a stop signal to the end of a generator with the default `stop_grace`.
 
-Whatever runs the container must allow more than this before it kills the generator."""
+The program that runs the container must wait longer than this before it kills the generator."""
 LAST_WORD = STOP_SECONDS / 10
 """Upper limit, in seconds, on each of the calls that a generator makes to the server before it ends.
 
-Up to five such calls follow each other, after `stop_grace`, which by default takes as long as one of them."""
+After `stop_grace`, the generator makes up to five such calls, one after the other. The default of `stop_grace` is as
+long as the limit on one of these calls."""
 ENGINE_STOP = STOP_SECONDS - 6 * LAST_WORD
-"""Seconds for the engine, which ends last. The rest of STOP_SECONDS is for `stop_grace` and the five calls."""
+"""Seconds in which the engine must end. The engine ends last, after `stop_grace` and the five calls, for which the rest
+of STOP_SECONDS is reserved."""
 _SHORT_WAIT = 1.0
-"""Seconds. A WaitLog logs a wait of at most this length without its duration. It logs the end of such a wait only if
-the log is `late`."""
+"""The length of a short wait, in seconds. A WaitLog logs a wait of at most this length without its duration. The end of
+such a wait is logged only if the WaitLog was made with `late`."""
 
 
 def stop_signals() -> list[int]:
@@ -62,10 +64,10 @@ def stop_signals() -> list[int]:
 
 
 class StopSignals:
-    """Counts the signals that ask this process to end, for a loop that looks at them.
+    """Counts the signals that ask this process to end. The loop of the program must look at these counts.
 
-    The handler does not raise an exception, for two reasons: an import could swallow the exception, and if it
-    interrupted the start of a child process, that process would run on unnoticed.
+    The handler does not raise an exception, for two reasons. An import could swallow the exception. And an exception
+    that interrupted the start of a child process would leave this child running unnoticed.
     """
 
     def __init__(self) -> None:
@@ -74,7 +76,7 @@ class StopSignals:
         self.count = 0
         """The number of signals that have arrived."""
         self._before: dict[int, Any] = {}
-        """The earlier handler of each signal, by its number."""
+        """Number of a signal -> the handler that the signal had before the block."""
 
     def __enter__(self) -> StopSignals:
         """Counts the signals from now on, until the end of the block."""
@@ -87,15 +89,17 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
-        self.first = self.first or number
+        """Counts a signal. Python calls this handler with the number of the signal."""
+        if not self.first:
+            self.first = number
         self.count += 1
 
 
 class _Look(threading.local):
-    """The function that a thread calls while it waits. Each thread has its own."""
+    """Holds, for each thread, the function that the thread calls while it waits."""
 
     function: Callable[[], None] | None = None
-    """None: the thread is in no block of `looking`."""
+    """The argument of `looking`, for the innermost such block that this thread is in. None: it is in no such block."""
 
 
 _looking = _Look()
@@ -103,26 +107,29 @@ _looking = _Look()
 
 @contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
-    """In the block, this thread calls `look` every second in which it waits for a call of a blocking client.
+    """Lets this thread call `look` once a second while it is blocked in a call of a ReplayClient, until the end of the
+    block.
 
-    An exception of `look` ends the wait, and the call, as Ctrl-C does.
+    For example, `look` checks whether the thread must stop. If `look` raises an exception, the call of the client ends
+    with this exception, as it does after Ctrl-C.
     """
-    outer = _looking.function  # of a block around this one
+    outer_function = _looking.function  # the function of a block around this one, if there is such a block
     _looking.function = look
     try:
         yield
     finally:
-        _looking.function = outer
+        _looking.function = outer_function
 
 
 def look_around() -> None:
-    """Calls the function of `looking`, if this thread is in such a block."""
+    """Calls `look`, if this thread is in a block of `looking(look)`."""
     if _looking.function is not None:
         _looking.function()
 
 
 def beat() -> None:
-    """Updates the time of the file that REPLAY_HEARTBEAT names. Raises ValueError if that is impossible."""
+    """Updates the time of the file that REPLAY_HEARTBEAT names, if this variable is set. Raises ValueError if the file
+    cannot be written."""
     path = os.environ.get(VARIABLE)
     if not path:
         return
@@ -136,21 +143,24 @@ def beat() -> None:
 
 @cache
 def _absolute(path: str) -> Path:
-    """The file at `path`, seen from the folder in which the process was at its first beat.
+    """The absolute path of `path`. A relative path begins at the working directory of the first beat.
 
-    Users' code may change the folder of the process later.
+    The cache keeps this first result, because users' code may change the working directory later.
     """
     return Path(path).absolute()
 
 
 async def in_daemon_thread(work: Callable[[], Any]) -> Any:
-    """The result of `work`, which runs in a thread. Neither the event loop nor the end of the program waits for it."""
+    """Calls `work` in a new thread, and returns its result.
+
+    Neither the event loop nor the end of the program waits for the thread.
+    """
     result: Future[Any] = Future()
 
     def run() -> None:
-        """Runs `work` in the thread, and sets its result or its error."""
-        # Marks the future as running. A caller that stops waiting then does not cancel the future, and `set_result`
-        # does not fail.
+        """Calls `work`, and puts its result or its error into the future. Runs in the new thread."""
+        # Mark the future as running, because then nobody can cancel it. Otherwise a caller that stops waiting would
+        # cancel the future, and `set_result` would then fail.
         result.set_running_or_notify_cancel()
         try:
             result.set_result(work())
@@ -167,7 +177,7 @@ async def in_daemon_thread(work: Callable[[], Any]) -> Any:
 
 
 def _last_line(error: BaseException) -> str:
-    """The file and line that raised the error, in brackets after a space; empty if they are not known."""
+    """The file and line that raised the error, in brackets after a space; "" if they are not known."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
@@ -201,12 +211,14 @@ class Deadline:
 
 
 class Patience:
-    """Makes an attempt again until it succeeds, or until `judge` ends the attempts.
+    """Repeats an attempt until it succeeds, or until `judge` ends the attempts.
 
-    `judge` is called with the error of each failed attempt, and with True if no time is left for another attempt. To
-    end the attempts, it raises an error. Otherwise it may tell a person why another attempt follows. The pause after an
-    attempt doubles from `first` to `longest` seconds. After a DeadlineExceededError the next attempt follows at once:
-    the failed one has waited already, and its request keeps its position in the server's line only without a pause.
+    After each failed attempt, `judge` is called with the error, and with True if no time is left for another attempt.
+    `judge` ends the attempts by raising an error. Otherwise another attempt follows, and `judge` may tell a person why.
+    The pauses between attempts double from `first` to `longest` seconds.
+
+    After a DeadlineExceededError there is no pause, for two reasons. The failed attempt has already waited. And its
+    request keeps its position among the requests that wait at the server only if the next attempt follows at once.
     """
 
     def __init__(
@@ -218,7 +230,8 @@ class Patience:
         longest: float = 2.0,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """`timeout`: seconds from the call of `start`, or else from the first failure. None: no limit.
+        """`timeout`: seconds for all attempts. This time begins when `start` is called, or else at the first failure.
+        None: no limit.
 
         `first` and `longest`: seconds of the first and of the longest pause. `sleep` makes the pauses.
         """
@@ -233,18 +246,18 @@ class Patience:
         """None: the timeout has not begun."""
 
     def start(self) -> Deadline:
-        """Begins the timeout now, and returns its end."""
+        """Begins the timeout now, and returns the time at which it ends."""
         deadline = Deadline(self._timeout)
         self._deadline = deadline
         return deadline
 
     def renew(self) -> None:
-        """Notes that the server has answered: timeout and pauses begin anew at the next failure."""
+        """Notes that the server has answered. At the next failure, the timeout and the pauses begin anew."""
         self._pause = self._first
         self._deadline = None
 
     async def result(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The result of `attempt`, made again until it succeeds."""
+        """Calls `attempt` until it succeeds, and returns its result. Raises what `judge` raises."""
         while True:
             try:
                 return await attempt()
@@ -252,14 +265,16 @@ class Patience:
                 await self.pause_or_raise(error)
 
     async def pause_or_raise(self, error: Exception) -> None:
-        """Waits before the next attempt. Raises what `judge` raises."""
-        deadline = self._deadline or self.start()  # the first failure begins the timeout, unless `start` has done it
+        """Calls `judge` with the error of a failed attempt, and then waits until the next attempt. Raises what `judge`
+        raises."""
+        deadline = self._deadline or self.start()  # the first failure begins the timeout, unless `start` has begun it
         left = deadline.seconds
         is_late = left is not None and left <= self._pause  # the time would be up before the next attempt
         await self._judge(error, is_late)
-        if not isinstance(error, DeadlineExceededError):  # the docstring of the class says why no pause follows
-            await self._sleep(self._pause)
-            self._pause = min(2 * self._pause, self._longest)
+        if isinstance(error, DeadlineExceededError):  # the docstring of the class says why there is no pause
+            return
+        await self._sleep(self._pause)
+        self._pause = min(2 * self._pause, self._longest)
 
 
 def try_patiently(
@@ -270,16 +285,17 @@ def try_patiently(
     sleep: Callable[[float], object] = time.sleep,
     **pauses: float,
 ) -> T:
-    """`Patience.result` for code without asyncio, with plain functions that block their thread.
+    """Calls `attempt` until it succeeds, and returns its result: `Patience.result` for code without asyncio.
 
-    `pauses` are `first` and `longest` of Patience. An attempt must not raise StopIteration.
+    `attempt`, `judge` and `sleep` are plain functions, which block the thread. `pauses` are `first` and `longest` of
+    Patience. An attempt must not raise StopIteration.
     """
     patience = Patience(_async(judge), timeout, sleep=_async(sleep), **pauses)
-    work = patience.result(_async(attempt))
+    coroutine = patience.result(_async(attempt))
     try:
-        # Runs the coroutine without an event loop. All its awaits are of plain functions, so it never waits for a loop,
-        # and runs to its end. A coroutine that returns raises StopIteration with its result.
-        work.send(None)
+        # Run the coroutine without an event loop. It awaits only plain functions in the form of coroutines, which never
+        # wait for a loop. So one `send` runs it to its end. When it returns, it raises StopIteration with its result.
+        coroutine.send(None)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -301,8 +317,8 @@ class WaitLog:
     def __init__(self, who: str = "the generator", *, every: float = LOG_SECONDS, late: bool = False) -> None:
         """`who` names the program that waits, for the line at the end of a wait. `every`: seconds between two lines.
 
-        The first line of a wait is logged at once. With `late`, the first wait begins now, and its first line is logged
-        after `every` seconds.
+        The first line about a wait is logged at once, unless a line was logged less than `every` seconds ago. `late`:
+        the first wait begins now, and its first line is logged after `every` seconds.
         """
         self._who = who
         self._every = every
@@ -310,7 +326,7 @@ class WaitLog:
         self._since: float | None = None
         """The start of the present wait, by time.monotonic(). None: no wait goes on."""
         self._next_line = 0.0
-        """The time before which no line is logged."""
+        """The time, by time.monotonic(), before which no line is logged, except for news."""
         self._logged = False
         """True if a line of the present wait was logged."""
         if late:
@@ -318,11 +334,11 @@ class WaitLog:
             self._next_line = self._since + every
 
     def wait(self, reason: str, *, is_news: bool = False) -> None:
-        """Notes that an attempt has failed and will be made again. Logs the reason if it is time for a line.
+        """Notes that an attempt has failed and will be repeated. Logs the reason if it is time for a line.
 
         `is_news`: log the reason in any case, because a person must know it now.
         """
-        beat()  # a process that waits does not hang
+        beat()  # the process waits, so it does not hang
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -335,7 +351,8 @@ class WaitLog:
         self._logged = True
 
     def go_on(self) -> None:
-        """Notes that an attempt has succeeded, which ends the wait."""
+        """Notes that an attempt has succeeded, which ends the wait. Logs the end of the wait if the wait was logged and
+        was not short."""
         if self._logged and self._since is not None:
             waited = time.monotonic() - self._since
             if self._late or waited > _SHORT_WAIT:

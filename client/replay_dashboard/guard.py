@@ -35,11 +35,12 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""The security headers of every response: the page runs only its own scripts, and other sites cannot embed it."""
+"""The security headers of every response. With them, the page runs only its own scripts, and no other site can embed
+the page."""
 
 
 class Guard:
-    """Wraps the application. The files of the page are public; every answer about the server needs the token."""
+    """Wraps the application. Anybody may read the files of the page. Every answer about the server needs the token."""
 
     def __init__(self, app: ASGIApp, token: str | None, names: Iterable[str] = ()) -> None:
         """`token`: the token that a viewer needs; None: viewers need none.
@@ -51,40 +52,43 @@ class Guard:
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers with a refusal if there is one, otherwise by the application; both with HEADERS."""
+        """Refuses the request, or hands it to the application. In both cases, adds HEADERS to the response."""
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        application = self._app
+        responder = self._app
         if scope["type"] == "http":
-            # A refusal is a response, and so an application that answers every request with this response.
-            application = self._refusal(Request(scope)) or application
-        await application(scope, receive, send_guarded)
+            refusal = self._refusal(Request(scope))
+            if refusal is not None:
+                responder = refusal  # in Starlette, a response is itself an application, which sends this response
+        await responder(scope, receive, send_guarded)
 
     def _refusal(self, request: Request) -> JSONResponse | None:
         """The response that refuses the request; None: the application may answer it."""
         path = request.url.path
         is_login = path == "/api/login"
         is_api = path.startswith("/api/")
-        if request.method != ("POST" if is_login else "GET"):
+        allowed_method = "POST" if is_login else "GET"
+        if request.method != allowed_method:
             return _refuse(405, "the page only reads: use GET")
         if not self._is_own(request.headers.get("host", "")):
             return _refuse(403, "this page does not answer under that host name; allow it with --allow-host NAME")
         # A page of another site must not use this machine's browser to read the buffer, or to log a visitor in here.
-        if is_api and request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        fetch_site = request.headers.get("sec-fetch-site", "none")  # "none": no page made the request
+        if is_api and fetch_site not in ("same-origin", "none"):
             return _refuse(403, "this request comes from another site: open the page itself")
         if is_api and not is_login and not accepts(self._token, request.cookies.get(COOKIE, "")):
             return _refuse(401, "a token is needed: open the address that `replay dashboard` printed")
         return None
 
     def _is_own(self, host: str) -> bool:
-        """True if `host`, a Host header, is an address, or one of the page's own names.
+        """True if `host`, a Host header, is an IP address, or one of the page's own names.
 
-        This refuses DNS rebinding, in which the DNS resolves an attacker's host name to this machine. That attack needs
-        a name, so any address is allowed.
+        This check stops DNS rebinding, an attack in which the DNS resolves an attacker's host name to this machine. The
+        attack needs a host name, so any IP address is allowed.
         """
         if host.startswith("["):  # an address of IPv6, perhaps with a port
             name = host[: host.rfind("]") + 1]
@@ -92,13 +96,16 @@ class Guard:
             name, _, _ = host.partition(":")  # without the port
         try:
             ipaddress.ip_address(name.strip("[]"))
-        except ValueError:  # no address
+        except ValueError:  # it is a name and no IP address
             return name.lower() in self._names
         return True
 
 
 def accepts(token: str | None, viewer_token: str) -> bool:
-    """True if a viewer with this token may see the page. Compares in constant time."""
+    """True if a viewer with the token `viewer_token` may see the page. Compares in constant time.
+
+    `token` is the token that viewers need; None: they need none.
+    """
     return token is None or hmac.compare_digest(token.encode(), viewer_token.encode())
 
 
@@ -121,50 +128,51 @@ async def body_of(request: Request) -> bytes:
 
 
 class Protocol(H11Protocol):
-    """One connection. It is closed if a request is not complete in time: uvicorn would wait for the rest without end.
+    """One connection. It is closed if a request is not complete in time, because uvicorn would wait for ever.
 
-    If too many connections are open, the oldest connection with an incomplete request is closed to make room for the
-    new connection. If the oldest one has waited less than SECONDS_SAFE, the new connection is closed instead: its
-    browser tries again.
+    If there are too many connections, the one that has waited longest for the rest of a request is closed to make room
+    for the new one. If it has waited less than SECONDS_SAFE, the new connection is closed instead. The browser of the
+    new connection then tries again.
     """
 
-    _late: asyncio.TimerHandle | None = None
-    """Closes the connection at the end of its time; None: no request of the connection is incomplete."""
-    _halves: dict[Protocol, float] = {}  # noqa: RUF012
-    """All connections of this process with an incomplete request, and the loop's time at which each began to wait. The
-    one that has waited longest comes first."""
+    _timer: asyncio.TimerHandle | None = None
+    """Closes the connection when the time for its request is up; None: no request of the connection is incomplete."""
+    _incomplete: dict[Protocol, float] = {}  # noqa: RUF012
+    """All connections of this process with an incomplete request, and the loop's time at which each began to wait for
+    the rest of its request. The connection that has waited longest comes first."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._watch()  # a new connection counts as one with an incomplete request, so `_halves` is not empty
+        self._update_timer()  # a new connection counts as one with an incomplete request: `_incomplete` is not empty
         if len(self.connections) > connection_bounds.most_connections():
-            oldest, since = next(iter(self._halves.items()))
-            if self.loop.time() < since + connection_bounds.SECONDS_SAFE:
-                oldest = self
-            oldest.transport.abort()
-            oldest._end_watch()  # now: `connection_lost` is called later
+            oldest, since = next(iter(self._incomplete.items()))
+            is_safe = self.loop.time() < since + connection_bounds.SECONDS_SAFE
+            victim = self if is_safe else oldest
+            victim.transport.abort()
+            victim._stop_timer()  # at once, because asyncio calls `connection_lost` only later
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._end_watch()
+        self._stop_timer()
 
-    def _watch(self) -> None:
-        """Begins the time of a request, or ends it if the request is complete."""
+    def _update_timer(self) -> None:
+        """Stops the timer if the request is complete. Otherwise starts the timer, if it is not running yet."""
         # IDLE: the head of the request is not complete, or has not begun. SEND_BODY: the body is not complete.
         is_incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not is_incomplete:
-            self._end_watch()
-        elif self._late is None:
-            self._halves[self] = self.loop.time()
-            self._late = self.loop.call_later(connection_bounds.SECONDS_PER_REQUEST, self.transport.abort)
+            self._stop_timer()
+        elif self._timer is None:
+            self._incomplete[self] = self.loop.time()
+            self._timer = self.loop.call_later(connection_bounds.SECONDS_PER_REQUEST, self.transport.abort)
 
-    def _end_watch(self) -> None:
-        """Ends the time of a request, so that it no longer closes the connection."""
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-            self._halves.pop(self, None)
+    def _stop_timer(self) -> None:
+        """Stops the timer, so that it no longer closes the connection. Does nothing if no timer runs."""
+        if self._timer is None:
+            return
+        self._timer.cancel()
+        self._timer = None
+        self._incomplete.pop(self, None)

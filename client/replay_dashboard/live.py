@@ -20,7 +20,7 @@ from replay_protos import replay_pb2 as pb
 from replay_protos.state import document, plain
 
 HISTORY = 600
-"""Looks that the charts show. A look is one poll of the server, and the event with its result."""
+"""The number of looks that the charts show. A look is one poll of the server, and the event with the result."""
 SECONDS_PER_LOOK = 1.0
 """Seconds between two looks while somebody watches the page."""
 SECONDS_PER_IDLE_LOOK = 5.0
@@ -32,8 +32,8 @@ REMEDY = "start it with `replay serve`, or give --address HOST:PORT; the page go
 """The remedy if the server does not answer."""
 
 
-def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
-    """One server of several, as a row of the page. `info`: None if the server does not answer."""
+def _shard_row(name: str, info: ServerInfo | None) -> dict[str, Any]:
+    """The row of the page about one server of several. `info`: None if this server does not answer."""
     if info is None:
         return {"name": name, "up": False}
     tables = info.tables.values()
@@ -48,7 +48,7 @@ def _shard(name: str, info: ServerInfo | None) -> dict[str, Any]:
 
 
 def dumps(value: object) -> bytes:
-    """A document of values of Python and numpy as compact JSON. NaN and infinities become null."""
+    """Writes a document with values of Python and numpy as compact JSON. NaN and infinities become null."""
     return json.dumps(plain(value), separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -65,18 +65,22 @@ class Live:
         self.info: ServerInfo | None = None
         """The last answer of the server; None: it has not answered yet."""
         self.viewers = 0
+        """The number of viewers that receive events now."""
         self._client = client
         self._budget = budget
         self._more = more
         self._problem = ""
         """The error of the last look; empty: the server answered."""
         self._problem_since = 0.0
+        """The time of the first look without an answer since the last answer."""
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         """The points of the charts, one for each look: `t`, its time, and `tables`, the numbers of each table."""
         self._looks = 0
+        """The number of looks so far. It is also the number of the last look."""
         self._look_event = b""
         """The last look as a server-sent event."""
         self._new_look = asyncio.Condition()
+        """Notified after each look, and by `close`."""
         self._last_viewer = time.monotonic()
         """The time at which the last viewer left."""
         self._closed = False
@@ -87,10 +91,12 @@ class Live:
 
     def tables(self) -> list[str]:
         """The names of the server's tables; empty while the server does not answer."""
-        return [] if self.info is None or self._problem else list(self.info.tables)
+        if self.info is None or self._problem:
+            return []
+        return list(self.info.tables)
 
     async def run(self) -> None:
-        """Polls the server for ever: each second, or each five while nobody watches."""
+        """Polls the server for ever, once a second. While nobody watches, it polls every five seconds."""
         while True:
             await self.look()
             await asyncio.sleep(SECONDS_PER_LOOK if self.watched() else SECONDS_PER_IDLE_LOOK)
@@ -121,16 +127,16 @@ class Live:
         self.viewers += 1
         try:
             yield _event("history", list(self._history))
-            last_sent = 0
+            last_sent_look = 0
             while True:
                 async with self._new_look:
-                    while self._looks == last_sent and not self._closed:
+                    while self._looks == last_sent_look and not self._closed:
                         await self._new_look.wait()
-                    last_sent = self._looks
+                    last_sent_look = self._looks
                     look_event = self._look_event
                 if self._closed:
                     return
-                yield look_event  # without the lock: the viewer may be slow
+                yield look_event  # outside of the lock, because the viewer may be slow
         finally:
             self.viewers -= 1
             self._last_viewer = time.monotonic()
@@ -144,15 +150,18 @@ class Live:
     def _record(self, info: ServerInfo) -> None:
         """Adds a point to the charts: for each table, inserts a second, samples a second, and the size.
 
-        The rates are those since the previous look; None: not known.
+        The rates are means over the time since the last answer; None: not known.
         """
         rates = rates_between(self.info, info)
-        points = {name: [*rates.get(name, (None, None)), table.size] for name, table in info.tables.items()}
+        points: dict[str, list[Any]] = {}
+        for name, table in info.tables.items():
+            inserts_per_second, samples_per_second = rates.get(name, (None, None))
+            points[name] = [inserts_per_second, samples_per_second, table.size]
         self.info = info
         self._history.append({"t": time.time(), "tables": points})
 
     def _document(self) -> dict[str, Any]:
-        """The look as JSON: the server's numbers, the fields of `more`, and what follows from them."""
+        """The fields of a look: the server's numbers, the fields of `more`, and the findings and verdict from both."""
         info = self.info
         now = time.time()
         look: dict[str, Any] = {
@@ -162,15 +171,18 @@ class Live:
             "problem_since": self._problem_since,
             "point": self._history[-1],
             "server": None,
-        } | self._more()
+        }
+        look |= self._more()
         findings: list[Finding] = []
         if info is not None:
             findings = list(diagnose(info, version("replay-server"), now))
             server = document(info, pb.ServerInfo.DESCRIPTOR)
+            # The page expects these fields beside `server`, not in it.
             look |= {name: server.pop(name) for name in ("policy", "admission", "clients", "overdue")}
-            look |= {"tables": list(server.pop("tables").values()), "server": server}
-            look["shards"] = [_shard(name, shard) for name, shard in shards_of(info)]
-        if self._problem:  # `info` is an old answer: the page shows its numbers, but the verdict must not use them
+            look["tables"] = list(server.pop("tables").values())
+            look["server"] = server
+            look["shards"] = [_shard_row(name, shard) for name, shard in shards_of(info)]
+        if self._problem:  # `info` is an old answer. The page shows its numbers, but the verdict must not use them.
             info = None
             findings = [Finding("connection", Level.FAILURE, self._problem, REMEDY)]
         # `signals`, `trend` and `run` are among the fields of `more`.

@@ -1,6 +1,6 @@
 """PromptLog: how often each prompt was solved, by policy version, over all groups that the page has read.
 
-If generators draw their prompts from a table, the log also has the prompts of this table of which no group was read.
+If generators draw their prompts from a table, the log also has those prompts of the table for which no group was read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy.typing as npt
 from replay_dashboard.facts import A_PROMPT, NO_VARIANCE, Facts
 
 MOST_PROMPTS = 20_000
-"""Most prompts that are remembered."""
+"""The most prompts that are remembered."""
 MOST_VERSIONS = 2_000
-"""Most policy versions that are remembered, of each prompt and of all groups."""
+"""The most policy versions that are remembered for each prompt, and for all groups together."""
 SUMS = ("groups", "completions", "solved", "reward", "logprob", "with_logprob", "length", "no_variance")
 """The names of the sums in a tally. `with_logprob` counts the groups whose mean log-probability is known."""
 Tally = npt.NDArray[np.float64]
-"""Sums over groups, in the order of SUMS. In the tally of all groups of a policy version, RATES numbers follow: the
-number of groups of each kind."""
+"""Sums over groups, in the order of SUMS. In the tally of all groups of a policy version, RATES more numbers follow,
+which are the numbers of groups of each kind."""
 RATES = 8
-"""The number of kinds of groups. The kind tells which share of the answers solves the prompt: none in the first kind,
-all in the last."""
+"""The number of kinds of groups. The kind of a group tells which share of its completions solves the prompt. In the
+first kind none does, and in the last kind all do."""
 
 
 @dataclass
@@ -35,23 +35,25 @@ class Prompt:
 
     text: str
     versions: dict[int, Tally] = field(default_factory=dict)
+    """Policy version -> tally of the groups of this version."""
 
     def row(self, name: str) -> dict[str, Any]:
-        """The row of the page about this prompt."""
+        """The row of the page about this prompt, which has this `name`."""
         versions = sorted(self.versions.items())
         tallies = [tally for _, tally in versions]
         middle = len(versions) // 2
-        # The solve rate of the newer half of the versions minus that of the older half; 0 with a single version.
+        # The solve rate of the newer half of the versions, minus that of the older half.
         change = 0.0
-        if middle:
+        if middle:  # there are at least two versions
             change = _solve_rate(tallies[middle:]) - _solve_rate(tallies[:middle])
+        newest_versions = versions[-200:]
         return {
             "prompt": name,
             "text": self.text,
             "solved": _solve_rate(tallies),
             "change": change,
             "groups": sum(_groups_of(tally) for tally in tallies),
-            "versions": [[version, _solve_rate([tally]), _groups_of(tally)] for version, tally in versions[-200:]],
+            "versions": [[version, _solve_rate([tally]), _groups_of(tally)] for version, tally in newest_versions],
         }
 
 
@@ -65,23 +67,25 @@ class PromptLog:
         self.solved_reward = solved_reward
         """A completion with at least this reward solves its prompt."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
-        """The prompts by their names. The prompt that was added, or whose group was counted, last is at the end."""
+        """The prompts by their names, in the order in which they were seen. A new prompt is put at the end. A prompt
+        moves to the end when one of its groups is counted."""
         self._versions: dict[int, Tally] = {}
         """The tally of all groups of each policy version."""
 
     def add(self, version: int, facts: Facts, again: bool = False) -> None:
-        """Counts a group of policy version `version`, or adds a prompt if the facts are of a stored prompt.
+        """Counts a group of policy version `version`. If the facts are of a stored prompt, adds this prompt.
 
-        `again`: the item was added before, without a tokenizer. Only the text of its prompt, which is now known, is
-        stored.
+        `again`: the item was added before, without a tokenizer. The text of its prompt is known only now, so this call
+        stores the text and counts nothing.
         """
         name = facts.prompt_id or facts.prompt
         if again and name in self._prompts:
             self._prompts[name].text = facts.prompt
         if A_PROMPT in facts.flags:
-            self._prompts.setdefault(name, Prompt(facts.prompt)).text = facts.prompt
+            stored_prompt = self._prompts.setdefault(name, Prompt(facts.prompt))
+            stored_prompt.text = facts.prompt
             self._forget_oldest()
-        is_group = bool(facts.numbers)
+        is_group = bool(facts.numbers)  # only the facts of groups have numbers
         if again or not is_group:
             return
         tally = _tally_of(facts)
@@ -93,6 +97,7 @@ class PromptLog:
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
+        """Forgets the prompt that was seen longest ago, if there are too many prompts."""
         if len(self._prompts) > MOST_PROMPTS:
             self._prompts.popitem(last=False)
 
@@ -120,10 +125,12 @@ class PromptLog:
     def document(
         self, search: str, sort: str, descending: bool, limit: int, held: Mapping[str, Mapping[str, float]]
     ) -> dict[str, Any]:
-        """The rows of the first `limit` prompts whose name or text contains `search`, in the order of the column
-        `sort`.
+        """The rows of the prompts whose name or text contains `search`, sorted by the column `sort`.
 
-        `held`: the facts of the prompts that are in a table now, by their names: see `Snapshot.prompts`.
+        An empty `sort` puts the prompt that was seen last at the end. `descending` reverses the order. `rows` has at
+        most `limit` rows, and `matching` is the number of all prompts that were found. `held` has the facts of the
+        prompts that are in a table now, by name, as `Snapshot.prompts` returns them. Raises ValueError for a column by
+        which rows cannot be sorted.
         """
         needle = search.lower()
         rows = []
@@ -132,7 +139,7 @@ class PromptLog:
                 rows.append(prompt.row(name) | {"held": held.get(name)})
         if sort in ("solved", "change", "groups", "prompt"):
             rows.sort(key=lambda row: row[sort])
-        elif sort == "priority":  # prompts that are in no table come first
+        elif sort == "priority":  # prompts that are in no table count as -1, so they come first
             rows.sort(key=lambda row: -1.0 if row["held"] is None else row["held"]["priority"])
         elif sort:
             raise ValueError(
@@ -150,7 +157,7 @@ class PromptLog:
 
 
 def _tally_of(facts: Facts) -> Tally:
-    """The tally of one group, in the order of SUMS."""
+    """The tally of one group, from its facts."""
     numbers = facts.numbers
     logprob = numbers["logprob_mean"]
     has_logprob = bool(np.isfinite(logprob))
@@ -168,12 +175,13 @@ def _tally_of(facts: Facts) -> Tally:
 
 
 def _one_hot_kind(solved_share: float) -> Tally:
-    """(RATES,) 1 at the kind of a group, 0 elsewhere.
+    """An array (RATES,) with 1 at the kind of a group with this `solved_share`, and 0 elsewhere.
 
-    The first kind is for a share of 0 and the last for a share of 1. The others divide the shares between them evenly.
+    The first kind is for a share of 0, and the last for a share of 1. The shares between 0 and 1 are divided into
+    RATES - 2 kinds of equal width.
     """
     kind = int(solved_share * (RATES - 2))
-    if solved_share > 0:
+    if solved_share > 0:  # the first kind is only for 0
         kind += 1
     one_hot = np.zeros(RATES)
     one_hot[kind] = 1.0
@@ -186,7 +194,7 @@ def _groups_of(tally: Tally) -> float:
 
 
 def _add_to(versions: dict[int, Tally], version: int, tally: Tally) -> None:
-    """Adds a tally to that of its version. If there are more than MOST_VERSIONS, the oldest version is forgotten."""
+    """Adds `tally` to the tally of its version in `versions`. Forgets the oldest version if there are too many."""
     if version in versions:
         versions[version] = versions[version] + tally
     else:

@@ -1,4 +1,4 @@
-"""Query: which groups of a snapshot to show, in which order, and histograms of them."""
+"""Query: selects and sorts the groups of a snapshot that the page shows, and makes histograms of their numbers."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ Rows = npt.NDArray[np.int64]
 class Query:
     """Filters for groups, and the order of the groups that pass all filters.
 
-    Raises ValueError for a column that is not in SORTS, and for a bound or tag in another form.
+    The constructor raises ValueError for a column that is not in SORTS, and for a bound or a tag that does not have the
+    form which its field states.
     """
 
     sort: str = "age"
     """The column by which to sort."""
     descending: bool = False
     bounds: tuple[str, ...] = ()
-    """Each is `column:low:high`, both inclusive."""
+    """Each is `column:low:high`. A group's value in this column must be from `low` to `high`, including both."""
     flags: tuple[str, ...] = ()
-    """A group must have all of them."""
+    """A group must have all these flags."""
     tags: tuple[str, ...] = ()
-    """Each is NAME=VALUE, as for `replay items --tag`. A group must have all of them."""
+    """Each is NAME=VALUE, as for `replay items --tag`. A group must have all these tags."""
     prompt: str = ""
     """A part of the prompt, of its name, or of a tag as NAME=VALUE; in lower case."""
     text: str = ""
     """A part of the text of the prompt or of a completion; in lower case."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError as the class says."""
+        """Checks the columns, the bounds and the tags. Raises ValueError as the class says."""
         columns = [self.sort]
         columns += [name for name, _, _ in self.limits()]
         for column in columns:
@@ -58,7 +59,7 @@ class Query:
                 raise ValueError(f"tag {tag[:60]!r} is not NAME=VALUE, for example environment=math")
 
     def limits(self) -> list[tuple[str, float, float]]:
-        """The column, the lowest and the highest value of each bound. Raises ValueError."""
+        """Reads the column, the lowest and the highest value of each bound. Raises ValueError for any other form."""
         limits = []
         for bound in self.bounds:
             parts = bound.split(":")
@@ -81,15 +82,15 @@ class View:
         self._numbers = facts.numbers
         self._flags = facts.flags
         self._columns: dict[str, Floats] = {}
-        """The results of `column`, by the name."""
+        """The results of `column`, by the name of the column."""
         self.read = int(self._is_read.sum())
         """The number of items whose payload has been read."""
 
     def column(self, name: str) -> Floats:
         """The values of a column (N,); NaN if a value is not known.
 
-        "odd NAME" is the distance of the column NAME from its median, in robust standard deviations. "odd" is the
-        larger one of the distances of length and log-probability.
+        "odd NAME" is the distance of each value of the column NAME from the median of this column, in robust standard
+        deviations. "odd" is the larger one of the distances of length and log-probability.
         """
         if name not in self._columns:
             if name in LISTED:
@@ -98,36 +99,41 @@ class View:
                 values = np.fmax(self.column("odd length_mean"), self.column("odd logprob_mean"))
             elif name.startswith("odd "):
                 values = _distance(self.column(name.removeprefix("odd ")))
-            else:  # an item that was not read has slot -1, whose value is not used
-                values = np.where(self._is_read, self._numbers[self._slots, COLUMNS.index(name)], np.nan)
+            else:
+                # An item that was not read has slot -1. `where` replaces the number of this slot by NaN.
+                numbers = self._numbers[self._slots, COLUMNS.index(name)]
+                values = np.where(self._is_read, numbers, np.nan)
             self._columns[name] = values.astype(np.float64)
         return self._columns[name]
 
     def select(self, query: Query) -> Rows:
-        """The rows that match a query, in its order. Rows with an unknown value in the sort column come last."""
+        """The rows that match a query, in the order that the query asks for.
+
+        Rows whose value in the sort column is not known come last.
+        """
         is_match = self.snapshot.have_tags(query.tags)
         with np.errstate(invalid="ignore"):  # a comparison with NaN, an unknown value, is False
             for name, low, high in query.limits():
                 values = self.column(name)
-                # Bounds are widened a little: the page writes them with fewer digits than the columns have.
+                # Bounds are widened a little, because the page writes them with fewer digits than the columns have.
                 is_match &= values >= low - 1e-6 * abs(low)
                 is_match &= values <= high + 1e-6 * abs(high)
             for flag in query.flags:
                 if flag == "odd":
                     is_match &= self.column("odd") > FAR
                 else:
-                    is_match &= self._has(flag)
+                    is_match &= self._have_flag(flag)
         if query.prompt or query.text:
             for row in np.flatnonzero(is_match):
                 is_match[row] = self._has_text(row, query)
         matching_rows = np.flatnonzero(is_match)
         sort_values = self.column(query.sort)[matching_rows]
         if query.descending:
-            sort_values = -sort_values  # and not reversed, which would put NaN first
+            sort_values = -sort_values  # to reverse the sorted rows instead would put NaN first
         return matching_rows[np.argsort(sort_values, kind="stable")]
 
     def _has_text(self, row: int, query: Query) -> bool:
-        """True if the group of a row was read, and contains `prompt` and `text` of a query."""
+        """True if the group of this row was read, and contains the `prompt` and the `text` of the query."""
         slot = self._slots[row]
         if slot < 0:
             return False
@@ -135,19 +141,21 @@ class View:
         about_prompt = " ".join([facts.prompt_id, facts.prompt, *self.snapshot.tags(row)]).lower()
         return query.prompt in about_prompt and query.text in facts.text
 
-    def _has(self, flag: str) -> npt.NDArray[np.bool_]:
-        """True for each row (N,) that has a flag."""
+    def _have_flag(self, flag: str) -> npt.NDArray[np.bool_]:
+        """True for each row (N,) whose group was read and has the flag."""
         names = self._facts.names
         if flag not in names:
             return np.zeros(len(self._slots), dtype=np.bool_)
-        bit = self._flags[self._slots] >> names.index(flag) & 1
-        has: npt.NDArray[np.bool_] = self._is_read & (bit == 1)
-        return has
+        position = names.index(flag)  # the position of the flag's bit
+        bits = (self._flags[self._slots] >> position) & 1
+        have_flag: npt.NDArray[np.bool_] = self._is_read & (bits == 1)
+        return have_flag
 
     def histograms(self, rows: Rows | slice = slice(None), names: Sequence[str] = HISTOGRAMS) -> dict[str, Any]:
-        """A histogram of each column with a finite value, by its name.
+        """Makes a histogram of each column of `names` that has a finite value, by the name of the column.
 
-        `edges` are those of the bins. `all` has the number of items in each bin, and `matching` those among `rows`.
+        `edges` are the edges of the bins. `all` has the number of items in each bin. `matching` has the number of items
+        in each bin that are among `rows`.
         """
         result = {}
         for name in names:
@@ -157,22 +165,24 @@ class View:
                 continue
             matching = column[rows]
             matching = matching[np.isfinite(matching)]
-            edges = _edges(values, whole=name in ("staleness", "times_sampled"))
-            result[name] = {
-                "edges": edges,
-                "all": np.histogram(values, edges)[0],
-                "matching": np.histogram(matching, edges)[0],
-            }
+            is_whole = name in ("staleness", "times_sampled")
+            edges = _edges(values, is_whole)
+            all_counts, _ = np.histogram(values, edges)
+            matching_counts, _ = np.histogram(matching, edges)
+            result[name] = {"edges": edges, "all": all_counts, "matching": matching_counts}
         return result
 
     def flags(self) -> dict[str, int]:
         """The number of groups with each flag. Flags that no group has are left out."""
-        counts = {name: int(self._has(name).sum()) for name in self._facts.names}
+        counts = {name: int(self._have_flag(name).sum()) for name in self._facts.names}
         counts["odd"] = int((self.column("odd") > FAR).sum())
         return {name: count for name, count in counts.items() if count}
 
     def row(self, index: int) -> dict[str, Any]:
-        """The item at this row of the snapshot, as JSON. Items that were not read have only what the list contains."""
+        """The item at the row `index` of the snapshot, as JSON.
+
+        If the item was not read, only the values that the list of items contains are known.
+        """
         slot = int(self._slots[index])
         document = {"key": str(self.snapshot.keys[index]), "read": slot >= 0}
         for name in (*LISTED, *COLUMNS):
@@ -183,11 +193,12 @@ class View:
             document["prompt_id"] = facts.prompt_id
             document["prompt"] = facts.prompt
             document["notes"] = self._notes(index, facts)
-            document["finish"] = sorted(name.removeprefix("ended by ") for name in facts.flags - set(NOTES))
+            finish_flags = facts.flags - set(NOTES)  # such as "ended by stop"
+            document["finish"] = sorted(flag.removeprefix("ended by ") for flag in finish_flags)
         return document
 
     def _notes(self, index: int, facts: Facts) -> list[str]:
-        """The flags of an odd group, and whether its length or its log-probability is odd."""
+        """The group's flags that are in NOTES, and notes that say whether its length or its log-probability is odd."""
         notes = [name for name in NOTES if name in facts.flags]
         if self.column("odd length_mean")[index] > FAR:
             notes.append("odd length")
@@ -199,7 +210,7 @@ class View:
 def _distance(values: Floats) -> Floats:
     """The distance of each value from the median, in robust standard deviations: 1.4826 * median absolute deviation.
 
-    NaN if fewer than 20 values are known: too few to call any of them odd.
+    NaN if fewer than 20 values are known, because these are too few to call any of them odd.
     """
     known = values[np.isfinite(values)]
     if known.size < 20:
@@ -210,19 +221,23 @@ def _distance(values: Floats) -> Floats:
     return np.asarray(np.abs(values - middle) / max(spread, least_spread))
 
 
-def _edges(values: Floats, whole: bool) -> Floats:
-    """The edges of the bins of a histogram. `whole`: the values are whole numbers, and each gets a bin if that fits."""
+def _edges(values: Floats, is_whole: bool) -> Floats:
+    """The edges of the bins of a histogram of these values.
+
+    `is_whole`: the values are whole numbers. Each number from the lowest to the highest then gets a bin of its own, if
+    BINS bins are enough for them.
+    """
     low = float(values.min())
     high = float(values.max())
-    if whole and high - low < BINS:
+    if is_whole and high - low < BINS:
         return np.arange(low - 0.5, high + 1.5, dtype=np.float64)
     if not high > low:  # all values are equal: one bin
         return np.array([low, low], dtype=np.float64)
     # The bins divide the range without outliers. The first and the last bin reach out to the outliers.
-    near, far = np.quantile(values, [0.01, 0.99])
-    if not far > near:
-        near, far = low, high
-    edges = np.linspace(near, far, BINS + 1, dtype=np.float64)
+    inner_low, inner_high = np.quantile(values, [0.01, 0.99])
+    if not inner_high > inner_low:
+        inner_low, inner_high = low, high
+    edges = np.linspace(inner_low, inner_high, BINS + 1, dtype=np.float64)
     edges[0] = low
     edges[-1] = high
     return edges

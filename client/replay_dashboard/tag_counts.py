@@ -1,8 +1,8 @@
 """Counts the groups of each value of a tag: how many were generated, lost as too old, and sampled.
 
 The server counts the groups that reach it, and how many of them are lost as too old. A generator gives up groups that
-would be too old on arrival, and describes their number by their tag `environment`. Both are lost work of the same kind,
-so this module adds them up.
+would be too old on arrival, and reports to the server how many it gave up for each value of their tag `environment`.
+Both kinds of groups are lost for the same reason, so this module adds them up.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ class TagCounts:
 
 
 def tag_counts(info: ServerInfo, table: TableInfo) -> Iterator[TagCounts]:
-    """The counts by each tag that the groups of a table have. A tag with too many values is left out."""
+    """Yields the counts of a table's groups for each tag that they have. Leaves out tags with too many values."""
     given_up = _given_up(info, table.name)
     for counted_tag in table.tags:
         if counted_tag.too_many:  # the server has no counts of its values
             continue
         counts = TagCounts(counted_tag.name)
         for value in counted_tag.values:
-            counts.values[value.name] = ValueCounts(value.generated, value.stale, value.sampled)
+            counts.values[value.name] = ValueCounts(generated=value.generated, stale=value.stale, sampled=value.sampled)
         if counts.tag == ENVIRONMENT:
-            _add(counts, given_up)
-            given_up = {}  # they are counted now
+            _add_given_up(counts, given_up)
+            given_up = {}  # these groups are counted now
         yield counts
     if given_up:  # the server has no counts by environment
         counts = TagCounts(ENVIRONMENT)
-        _add(counts, given_up)
+        _add_given_up(counts, given_up)
         yield counts
 
 
-def _add(counts: TagCounts, given_up: Mapping[str, int]) -> None:
-    """Adds groups that generators gave up, by the value of the tag."""
+def _add_given_up(counts: TagCounts, given_up: Mapping[str, int]) -> None:
+    """Adds the groups that generators gave up to `counts`. `given_up` has their number by the value of the tag."""
     for value, groups in given_up.items():
-        of_value = counts.values.setdefault(value, ValueCounts())
-        of_value.generated += groups
-        of_value.stale += groups
+        value_counts = counts.values.setdefault(value, ValueCounts())
+        value_counts.generated += groups
+        value_counts.stale += groups
 
 
 def _given_up(info: ServerInfo, table: str) -> dict[str, int]:
     """The numbers of groups that the generators of this table have given up, by environment.
 
-    A client may describe values of any type. Values of a wrong type are left out.
+    A client may report values of any type, so values of a wrong type are left out.
     """
     total: dict[str, int] = {}
     for _, settings in info.settings_of("generator"):

@@ -19,7 +19,7 @@ MOST_POINTS = 500
 MOST_RUNS = 200
 """Most runs that are read: those whose files changed last."""
 MOST_STEPS = 200_000
-"""About how many lines of a file are read."""
+"""A file is read until at least this many lines of it have been read. The rest of it is left out."""
 BYTES_PER_READ = 2 << 20
 """Bytes of a file that are read at a time. A longer line is skipped, and counts as damaged."""
 
@@ -43,7 +43,7 @@ class Run:
     """The value of each metric in each of the `lines`; None: the line lacks the metric."""
 
     def read(self) -> bool:
-        """Reads the next lines of the file, BYTES_PER_READ at most. Returns True if it has moved on in the file.
+        """Reads the next lines of the file, BYTES_PER_READ at most. Returns True if `offset` has moved on.
 
         If the file became shorter, this begins anew at the first line.
         """
@@ -60,17 +60,17 @@ class Run:
                 data = file.read(BYTES_PER_READ)
         except OSError:  # the file was removed, or cannot be read now
             return False
-        end = data.rfind(b"\n") + 1  # read only whole lines: the last line may not be complete yet
+        end = data.rfind(b"\n") + 1  # after the last whole line: the line behind it may not be complete yet
         is_part_of_a_long_line = not end and len(data) == BYTES_PER_READ
         if is_part_of_a_long_line:
             self._skip(len(data))
             return True
         lines = data[:end].split(b"\n")[:-1]
         if self.skipping and lines:
-            del lines[0]  # the end of the line that is too long
+            del lines[0]  # this is the end of the line that is too long
             self.skipping = False
         for line in lines:
-            self._add(line)
+            self._add_line(line)
         self.offset += end
         return end > 0
 
@@ -89,7 +89,7 @@ class Run:
         self.skipping = True
         self.offset += count
 
-    def _add(self, line: bytes) -> None:
+    def _add_line(self, line: bytes) -> None:
         """Adds the numbers of one line to the columns. A line that is not a JSON object counts as damaged."""
         try:
             row = json.loads(line)
@@ -97,8 +97,9 @@ class Run:
         except (ValueError, AttributeError, RecursionError, OverflowError):
             self.damaged += 1
             return
-        for name in numbers.keys() - self.columns.keys():  # new metrics, which all lines before this one lack
-            self.columns[name] = [None] * self.lines
+        new_names = numbers.keys() - self.columns.keys()
+        for name in new_names:
+            self.columns[name] = [None] * self.lines  # all lines before this one lack the metric
         for name, column in self.columns.items():
             column.append(numbers.get(name))
         self.lines += 1
@@ -110,7 +111,7 @@ class Runs:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._runs: dict[Path, Run] = {}
-        self._lock = threading.Lock()  # between the thread that reads and those that answer
+        self._lock = threading.Lock()  # one thread reads the files while other threads answer requests
         self.version = 0
         """Increases whenever a file has grown or a run was removed."""
         self.meanings = {name: _meaning_of(metric) for name, metric in declared().items()}
@@ -122,7 +123,7 @@ class Runs:
             return
         patterns = ("metrics.jsonl", "*/metrics.jsonl", "*/*/metrics.jsonl", "*/*/*/metrics.jsonl")
         all_paths = (path for pattern in patterns for path in self._folder.glob(pattern))
-        paths = heapq.nlargest(MOST_RUNS, all_paths, key=_written)
+        paths = heapq.nlargest(MOST_RUNS, all_paths, key=_time_written)
         with self._lock:
             for path in self._runs.keys() - set(paths):
                 del self._runs[path]
@@ -131,7 +132,7 @@ class Runs:
             name = str(path.parent.relative_to(self._folder))
             if name == ".":
                 name = self._folder.name
-            with self._lock:  # for each run anew, so that other threads can answer between two runs
+            with self._lock:  # taken anew for each run, so that other threads can answer between two runs
                 run = self._runs.setdefault(path, Run(name, path))
                 if run.read():
                     self.version += 1
@@ -159,28 +160,31 @@ class Runs:
                 "meanings": self.meanings,
             }
             folders = [run.path.parent for run in chosen]
-        # Reads files, so it does not hold the lock.
-        return document | {"configurations": [self._configuration(folder) for folder in folders]}
+        # Outside of the lock, because this reads files.
+        configurations = [self._configuration(folder) for folder in folders]
+        return document | {"configurations": configurations}
 
     def _configuration(self, folder: Path) -> dict[str, str]:
         """The settings of the run in `folder`, as JSON by dotted name."""
-        return {} if self._folder is None else configuration_of(folder, self._folder)
+        if self._folder is None:
+            return {}
+        return configuration_of(folder, self._folder)
 
     def _ordered(self) -> list[Run]:
-        """All runs; the run whose file changed last comes first. Call this with the lock."""
+        """All runs; the run whose file changed last comes first. The caller holds the lock."""
         return sorted(self._runs.values(), key=lambda run: run.written, reverse=True)
 
 
-def _written(path: Path) -> float:
+def _time_written(path: Path) -> float:
     """The time of the last change of a file, in seconds since the epoch; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
-    except OSError:  # it was removed meanwhile
+    except OSError:  # the file was removed after it was found
         return 0.0
 
 
 def _thinned(run: Run) -> dict[str, Any]:
-    """The steps and columns of every n-th line of a run: at most MOST_POINTS lines, of which one is the last line."""
+    """The steps and columns of every n-th line of a run: at most MOST_POINTS lines, the last line among them."""
     every = math.ceil(max(1, run.lines) / MOST_POINTS)
     rows = list(range(run.lines - 1, -1, -every))  # from the last line backwards
     rows.reverse()
@@ -200,4 +204,4 @@ def _meaning_of(metric: Metric) -> str:
         parts.append(f"Unit: {metric.unit}")
     if metric.healthy is not None:
         parts.append(f"Healthy: {metric.healthy}")
-    return "".join(f"{part}. " for part in parts).rstrip()
+    return " ".join(f"{part}." for part in parts)

@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
 
 
 def waiting(wait: Waiting, request: str) -> str:
-    """Requests that wait: `1 insert waits, none was served for 40 s: REASON`. `request` is one request, in words."""
+    """Requests that wait: `1 insert waits, none was served for 40 s: REASON`. `request` names one, such as "insert"."""
     verb = "waits" if wait.count == 1 else "wait"
     return f"{counted(wait.count, request)} {verb}, none was served for {duration(wait.seconds)}: {wait.reason}"
 
@@ -41,7 +41,7 @@ def waits_for(lacking: Iterable[MissingColumn]) -> str:
 def shares(values: Iterable[ValueInfo]) -> str:
     """The share of a table's draws that the balance gives to each value: `math 67 % (34 items), code 33 % (2 items)`.
 
-    Values without items are left out.
+    The largest share comes first. Values without items are left out. An empty name stands for items without the tag.
     """
     with_items = [value for value in values if value.items]
     total = sum(value.weight for value in with_items) or 1.0
@@ -69,9 +69,13 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def _two_units(seconds: int, large: int, large_name: str, small: int, small_name: str) -> str:
-    """`seconds` in whole units of `large` seconds, with the rest in units of `small` seconds, unless the rest is 0."""
-    text = f"{seconds // large} {large_name}"
-    rest = seconds % large // small
-    if rest:
-        text += f" {rest} {small_name}"
+    """Writes `seconds` as a number of large units and a number of small units, without the small units if they are 0.
+
+    `large` and `small` are the seconds of one unit.
+    """
+    larges, rest = divmod(seconds, large)
+    smalls = rest // small
+    text = f"{larges} {large_name}"
+    if smalls:
+        text += f" {smalls} {small_name}"
     return text

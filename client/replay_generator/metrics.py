@@ -46,7 +46,7 @@ class GeneratorStats(TypedDict):
     groups_in_flight: int
     """Groups that are generated or wait for their table."""
     tokens_per_second: float
-    """The rate over the last minute, in which waits count too; NaN in the first ten seconds."""
+    """The tokens of inserted groups a second, over the last minute, including waits; NaN in the first ten seconds."""
     reward_mean: float
     """The mean over the latest groups; NaN before the first group, and if one of these groups was not scored."""
     policy_version: int
@@ -78,8 +78,8 @@ class GeneratorStats(TypedDict):
     groups_resumed: int
     """Partial groups that this generator drew with rollouts that another generator had finished."""
     tokens_resumed: int
-    """Tokens of the rollouts in `groups_resumed` that others had finished. Without partial groups they would have been
-    lost."""
+    """Tokens of the rollouts that other generators had finished in the groups of `groups_resumed`. Without partial
+    groups, these tokens would have been lost."""
     leases_lost: int
     """Partial groups, or items of a stage, that this process lost to another process while it worked at them."""
     stale_seconds: float
@@ -93,7 +93,7 @@ class GeneratorStats(TypedDict):
     permit_waits: int
     """The number of times that a generator waited `permit_timeout` for a permit and got none."""
     permits_expired: int
-    """Groups that took longer than their permit lives."""
+    """Groups that took so long that their permit had expired."""
     prompts_lost: int
     """Groups left out because the lease of their prompt had ended: another generator makes a group of this prompt."""
     items_rejected: int
@@ -128,7 +128,7 @@ class GroupTimes:
 
 
 class InsertRate:
-    """Groups and tokens a second, over the last minute; over a longer time if groups come less often."""
+    """The groups and tokens a second over the last minute, or over a longer time if groups come less often."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int, int]] = deque()
@@ -138,7 +138,7 @@ class InsertRate:
 
     def add(self, tokens: int, seconds: float, now: float) -> None:
         """Counts a group. `tokens`: its size; `seconds`: the time that it took; `now`: the time at which it ended."""
-        if not self._marks:  # the run began when its first group began
+        if not self._marks:  # the first group: the rate begins when this group began
             self._marks.append((now - seconds, 0, 0))
         _, groups, all_tokens = self._marks[-1]
         self._marks.append((now, groups + 1, all_tokens + tokens))
@@ -177,7 +177,7 @@ _MEANS = (
 
 
 def _new_values() -> defaultdict[str, list[float]]:
-    """An empty list of values for each name in _MEANS, and later for other names."""
+    """A dict with an empty list for each name in _MEANS. It adds an empty list when another name is looked up."""
     values = defaultdict[str, list[float]](list)
     for name in _MEANS:
         values[name] = []
@@ -186,13 +186,16 @@ def _new_values() -> defaultdict[str, list[float]]:
 
 @dataclass
 class GeneratorMetrics:
-    """Counts groups. Each line covers the time since the line before; totals count from the start."""
+    """Counts groups, and writes a line of JSON when `write` is called.
+
+    A line covers the time since the line before, except for its totals, which count from the start of this process.
+    """
 
     solved_reward: float
     """A completion with at least this reward counts as solved."""
     path: Path | None = None
-    """The file to which `write` appends. After a restart of the generator it goes on with the same file. None: there is
-    no file."""
+    """The file to which `write` appends lines. A restarted generator appends to the same file. None: there is no file.
+    """
     stats: GeneratorStats = field(default_factory=_no_stats)
 
     def __post_init__(self) -> None:
@@ -202,7 +205,7 @@ class GeneratorMetrics:
         self._values = _new_values()
         """The values since the line before, by the name of their mean in the next line."""
         self._nan_logprobs = 0
-        """Unknown log-probabilities since the line before."""
+        """The number of unknown log-probabilities since the line before."""
         self._skipped_in_a_row = 0
         self._since = time.monotonic()
         """The time of the line before."""
@@ -219,7 +222,7 @@ class GeneratorMetrics:
         `by_function`: the rewards (G,) of each function, by its name; empty: the group was not scored. `staleness`: by
         how many versions the group was behind the trainer on arrival.
         """
-        # Tokens that the policy did not write have no log-probability either, and do not count.
+        # Tokens that the policy did not write have no log-probability either, but `trained_mask` leaves them out.
         unknown = int((np.isnan(group.rollout_logprobs) & group.trained_mask).sum())
         unknown += group.meta.get("unknown_logprobs", 0)  # tokens that `assemble` has excluded from training
         reward_mean = math.nan
@@ -249,7 +252,7 @@ class GeneratorMetrics:
     ) -> None:
         """Adds the values of a group to the values of the next line. Arguments: see `count_inserted`.
 
-        A share is the mean of values that are 0 or 1. All names of means are in _MEANS, except those of functions.
+        A share is the mean of values that are 0 or 1. All names are in _MEANS, except those that begin with "reward/".
         """
         lengths_G = group.rollout_lengths
         if by_function:
@@ -263,7 +266,7 @@ class GeneratorMetrics:
         self._add("version_spanning_share", [group.policy_version_end is not None])
         for stage, seconds in vars(times).items():
             self._add(f"{stage}_seconds_mean", [seconds])
-        # These names may differ from group to group, as the metrics of environments do.
+        # The names in `by_function` may differ from group to group, because environments have metrics of their own.
         for name, rewards_G in by_function.items():
             self._add(f"reward/{name}", rewards_G)
 
@@ -272,22 +275,25 @@ class GeneratorMetrics:
         self._values[name] += [float(value) for value in values if not math.isnan(value)]
 
     def count_given_up(self, times: GroupTimes) -> None:
-        """Counts a group that was given up. Estimates how many tokens it had drawn, and how many more it would have.
+        """Counts a group that was given up. Estimates how many tokens were drawn for the group, and how many further
+        tokens would have been drawn.
 
-        The estimate assumes that the group was as long and as fast as the mean of the latest groups. No engine says how
-        many tokens it has drawn for a request that was cancelled: vLLM answers only once, at the end.
+        The estimate assumes that the group would have become as long as the mean of the latest groups, and that its
+        tokens came as fast. The exact number is not known, because an engine does not say how many tokens it has drawn
+        for a cancelled request: vLLM answers only once, at the end.
         """
         self.stats["groups_aborted"] += 1
         if not self._recent:  # no group was inserted yet, so nothing is known about lengths
             return
-        tokens = sum(tokens for tokens, *_ in self._recent) / len(self._recent)
-        seconds = sum(seconds for *_, seconds in self._recent) / len(self._recent)
-        drawn = tokens * min(1.0, times.generate / seconds)  # tokens come at a steady rate
+        mean_tokens = sum(tokens for tokens, _, _ in self._recent) / len(self._recent)
+        mean_seconds = sum(seconds for _, _, seconds in self._recent) / len(self._recent)
+        drawn = mean_tokens * min(1.0, times.generate / mean_seconds)  # assumes that tokens come at a steady rate
         self.stats["tokens_wasted"] += round(drawn)
-        self.stats["tokens_saved"] += round(tokens - drawn)
+        self.stats["tokens_saved"] += round(mean_tokens - drawn)
 
     def count_reload(self, version: int, seconds: float) -> None:
-        """Counts new weights. `seconds`: for loading and checking them, without the wait for the groups under way."""
+        """Counts new weights. `seconds`: the time in which the weights were loaded and checked. The wait for the groups
+        under way before the load is not a part of this time."""
         self.stats["reloads"] += 1
         self.stats["policy_version"] = version
         if self.path is not None:  # without a file, no line would ever clear these values
@@ -311,12 +317,13 @@ class GeneratorMetrics:
         """Appends a line to the file, if there is one. The next line covers the time from now on."""
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
-                print(json.dumps(self._line(), allow_nan=False), file=file)
+                text = json.dumps(self._line(), allow_nan=False)
+                print(text, file=file)
 
     def _line(self) -> dict[str, float | int | None]:
-        """The metrics since the line before, by name, and the totals. Begins the values of the next line anew.
+        """Returns the metrics since the line before, by name, and the totals. Empties the values for the next line.
 
-        None: a metric has no value. docs/metrics.md lists the names.
+        A metric without a value is None. docs/metrics.md lists the names.
         """
         now = time.monotonic()
         seconds = max(now - self._since, 1e-9)  # never 0, so that a reader of the file may divide by it
@@ -343,7 +350,9 @@ class GeneratorMetrics:
         line["staleness_max"] = int(max(stalenesses)) if stalenesses else None
         line["generate_seconds_max"] = max(values["generate_seconds_mean"], default=None)
         for name in self.stats:
-            if name not in line:  # for example `reward_mean` of the line covers only the groups since the line before
+            # Some names are in the line already, with other values: its `reward_mean` covers only the groups since the
+            # line before.
+            if name not in line:
                 # mypy knows only literal keys of a TypedDict, and not the names from a loop over it.
                 line[name] = self.stats[name]  # type: ignore[literal-required]
         for name, value in line.items():

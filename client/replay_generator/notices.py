@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 logger = logging.getLogger(__name__)
 
 MOST = 1000
-"""The most notices that one process writes. Some notices repeat words of a client, and a client may always send new
-words."""
+"""The most notices that one process writes. There must be a limit, because some notices quote words of a client, and a
+client may send new words without end."""
 _written_kinds: set[str] = set()
 
 
@@ -35,11 +35,14 @@ def forget() -> None:
 
 
 def beginning_of(text: str, most: int) -> str:
-    """The longest beginning of `text` whose JSON has at most `most` characters: the server limits the JSON."""
-    quotes = len(json.dumps(""))
-    size = quotes  # the length of the JSON of all characters so far, with its two quotes
+    """The longest beginning of `text` whose JSON has at most `most` characters.
+
+    Texts that are sent to the server are cut off this way, because the server limits the length of their JSON.
+    """
+    quotes = len(json.dumps(""))  # the number of quotes around each JSON text
+    size = quotes  # the length of the JSON of the characters so far, with its quotes
     for index, character in enumerate(text):
-        size += len(json.dumps(character)) - quotes  # JSON may need several characters for one, as in \n
+        size += len(json.dumps(character)) - quotes  # JSON has several characters for some, such as \n for a newline
         if size > most:
             return text[:index]
     return text
@@ -48,8 +51,8 @@ def beginning_of(text: str, most: int) -> str:
 class Watch(ABC):
     """Collects facts that are reported to the server.
 
-    The generator also reports a user's rollout hook that is a Watch (`isinstance`). Watch is not a protocol, because a
-    hook may have a `description` that means something else.
+    A user's rollout hook may be a Watch, too; the generator then reports its facts. Watch is a base class, and not a
+    protocol, because a hook that is no Watch may have a `description` with another meaning.
     """
 
     @property

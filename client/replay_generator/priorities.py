@@ -1,7 +1,7 @@
 """Priority functions: each computes the priority with which a group is inserted into its tables.
 
-Settings name a built-in function, or a function of the user's own. The built-in functions return 0 for a group that
-carries no gradient.
+Settings name a built-in function or a function of the user. The built-in functions return 0 for a group that carries
+no gradient.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ of priority 0 to the pool."""
 
 
 def advantage(group: RolloutGroup) -> float:
-    """The `scoring.trained_priority` of the group. Tokens that are not trained on do not count."""
+    """The `scoring.trained_priority` of the group, in which tokens that are not trained on do not count."""
     return trained_priority(group)
 
 
 def learnability(group: RolloutGroup) -> float:
-    """The `scoring.group_learnability` of the rewards; 0 for a group that carries no gradient."""
+    """The `scoring.group_learnability` of the group's rewards; 0 for a group that carries no gradient."""
     if not carries_gradient(group):
         return 0.0
     return group_learnability(group.rewards)
@@ -36,10 +36,13 @@ BUILT_IN = {"advantage": advantage, "learnability": learnability}
 
 
 def load_priority(name: str | Priority) -> Priority:
-    """The priority function that `name` stands for: a name in BUILT_IN, "package.module:function", or a function.
+    """Returns the priority function that `name` stands for.
 
-    Raises ValueError for a name that leads to no function. A function of the user's own is wrapped: the wrapper raises
-    ValueError if the function returns anything but a finite number of at least 0.
+    `name` is a name in BUILT_IN, a text "package.module:function", or a function, which stands for itself. Raises
+    ValueError for a name that leads to no function.
+
+    A function of the user is returned in a wrapper, which raises ValueError if the function returns anything but a
+    finite number of at least 0.
     """
     function = name if callable(name) else load_function("priority", name, BUILT_IN)
     if function in BUILT_IN.values():

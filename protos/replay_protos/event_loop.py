@@ -1,4 +1,4 @@
-"""Event loops: uvloop's if uvloop is installed (`pip install '.[fast]'`), otherwise asyncio's."""
+"""Event loops: those of uvloop if it is installed (`pip install '.[fast]'`), otherwise those of asyncio."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ except ImportError:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but on a loop of `new_event_loop`."""
+    """Runs a coroutine and returns its result, as `asyncio.run` does, but on a loop that `new_event_loop` makes."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(work)
 

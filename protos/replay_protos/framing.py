@@ -2,8 +2,8 @@
 
 The bytes on the wire are exactly protobuf's. Protobuf itself would copy the payload into the message, out of it, and
 once more into a Python object at the other end. Here protobuf encodes the other fields, and the payload chunks are
-joined behind them. A reader finds the payload, lets protobuf parse the bytes before the payload, and returns the
-payload as a view of the message.
+joined behind them. A reader finds the payload, lets protobuf parse the bytes before it, and returns the payload as a
+view of the bytes of the message.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ M = TypeVar("M", bound=Message)
 SERVICE: str = DESCRIPTOR.services_by_name["Replay"].full_name
 
 BYTES_PER_MESSAGE = 1 << 20
-"""Payload bytes in one message, about. gRPC in Python is slow with much larger ones."""
+"""The approximate number of payload bytes in one message. gRPC in Python is slow with much larger messages."""
 _MOST_FIELDS = 64
-"""Top-level fields among which a reader looks for the payload. No message that we write has so many. A message with
-more fields is parsed by protobuf as a whole."""
+"""The number of top-level fields among which a reader looks for the payload. No message that we write has so many
+fields. If another program writes a message with more fields, protobuf parses it as a whole."""
 _SMALL = 4096
-"""Bytes. Protobuf parses a whole message below this size faster than a reader finds the payload in it."""
-# What protobuf writes before a field: its number, then the wire type 2 (length-delimited). Each is one byte long.
-_PAYLOADS = 15 << 3 | 2
-"""The byte before `bytes payloads = 15`."""
-_SHARED = 14 << 3 | 2
-"""The byte before `SharedBytes shared = 14`."""
+"""A size in bytes. Protobuf parses a whole message below this size faster than a reader finds the payload in it."""
+# A tag is what protobuf writes before a field: the number of the field, and the wire type 2 (length-delimited). Each of
+# these two tags is one byte long.
+_PAYLOADS_TAG = 15 << 3 | 2
+"""The tag of `bytes payloads = 15`."""
+_SHARED_TAG = 14 << 3 | 2
+"""The tag of `SharedBytes shared = 14`."""
 
 
 class Frame(NamedTuple, Generic[M]):
@@ -38,8 +39,9 @@ class Frame(NamedTuple, Generic[M]):
 
     head: M
     payloads: Sequence[bytes | memoryview]
-    """A frame to write has any number of consecutive chunks. A frame that was read has one chunk, or none. If its bytes
-    were in a ring, it may have one chunk for each row (`take_frame`)."""
+    """The payload bytes, as consecutive chunks. A frame to write may have any number of chunks. A frame that was read
+    has one chunk, or none if there are no payload bytes. If its bytes were in a ring, it may have one chunk for each
+    row (`replay_protos.shared_memory.take_frame`)."""
 
 
 class SharedFrame(NamedTuple, Generic[M]):
@@ -47,64 +49,69 @@ class SharedFrame(NamedTuple, Generic[M]):
 
     head: M
     ring: int
-    """Id of the ring."""
+    """The id of the ring."""
     position: int
-    """The position of the payload in the ring. Positions go on counting each time that the ring begins anew: see
+    """The position of the payload in the ring. Positions never decrease, also when the ring begins anew: see
     `RingWriter`."""
     size: int
-    """Bytes of the payload."""
+    """The number of bytes of the payload."""
 
 
 def cut(buffers: Iterable[bytes | memoryview], size: int) -> Iterator[list[memoryview]]:
-    """Yields the bytes of the buffers in order, as lists of views with `size` bytes together. Copies nothing.
-
-    The last list may hold fewer bytes.
-    """
-    chunks: list[memoryview] = []
-    room = size
+    """Yields the bytes of the buffers in order, as lists of views. The views of a list have `size` bytes in all; those
+    of the last list may have fewer. Copies nothing."""
+    chunks: list[memoryview] = []  # the list that is filled now
+    room = size  # the number of bytes that `chunks` still lacks
     for buffer in buffers:
         rest = memoryview(buffer).cast("B")
         while rest:
-            chunk = rest[:room]  # `room`: the bytes that the present list still lacks
+            chunk = rest[:room]
             chunks.append(chunk)
             rest = rest[room:]
             room -= len(chunk)
             if not room:
                 yield chunks
-                chunks, room = [], size
+                chunks = []
+                room = size
     if chunks:
         yield chunks
 
 
 def write_frame(frame: Frame[M] | SharedFrame[M]) -> bytes:
-    """The message of a frame as protobuf encodes it."""
+    """Encodes the message of a frame, to the bytes that protobuf would write."""
     head = frame.head.SerializeToString()
     if isinstance(frame, SharedFrame):
         shared = SharedBytes(ring=frame.ring, position=frame.position, size=frame.size).SerializeToString()
-        # SharedBytes has three numbers of 8 bytes, so its length is below 128, and fits into one byte.
-        return b"".join((head, bytes((_SHARED, len(shared))), shared))
+        # SharedBytes has three numbers of 8 bytes each. So its length is below 128, and is written as one byte.
+        return b"".join((head, bytes((_SHARED_TAG, len(shared))), shared))
     size = sum(map(len, frame.payloads))
     if not size:
         return head
-    return b"".join((head, bytes((_PAYLOADS,)), _varint(size), *frame.payloads))
+    return b"".join((head, bytes((_PAYLOADS_TAG,)), _varint(size), *frame.payloads))
 
 
 def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
-    """Returns the function that reads the bytes of a message of this kind.
+    """Returns the function that reads a frame from the bytes of a message of this kind.
 
-    If the bytes are not laid out as `write_frame` does it, protobuf parses the whole message.
+    If the payload is not the last field of the bytes, as `write_frame` writes it, protobuf parses the whole message.
     """
 
     def read_frame(data: bytes) -> Frame[M]:
-        """The frame in the bytes of one message. Raises DecodeError, of protobuf, if the bytes are no such message."""
-        # The byte at which the field `payloads` begins, and the bytes at which its value begins and ends.
-        field, start, end = (0, 0, 0) if len(data) < _SMALL else _find_payloads(data)
+        """Reads the frame from the bytes of one message. Raises protobuf's DecodeError if the bytes are no message of
+        this kind."""
+        # `field` is the offset of the field `payloads` in `data`. `start` and `end` are the offsets of its value.
+        if len(data) < _SMALL:
+            field, start, end = 0, 0, 0
+        else:
+            field, start, end = _find_payloads(data)
         payload_is_last = start > 0 and end == len(data)
         if payload_is_last:
             head = kind.FromString(data[:field])
-            return Frame(head, (memoryview(data)[start:end],) if end > start else ())
-        # The message is small, or has another order of fields, which protobuf allows, or is not a message at all,
-        # which protobuf refuses.
+            if start == end:  # the payload is empty
+                return Frame(head, ())
+            return Frame(head, (memoryview(data)[start:end],))
+        # The message is small, or its fields have another order, which protobuf allows, or the bytes are no message at
+        # all. In the last case, protobuf raises DecodeError.
         head = kind.FromString(data)
         # Every message that is read as a frame has the field; mypy knows only the base class.
         payloads: bytes = head.payloads  # type: ignore[attr-defined]
@@ -115,7 +122,8 @@ def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
 
 
 def _find_payloads(data: bytes) -> tuple[int, int, int]:
-    """Finds the field `payloads` in a message: where the field begins, and where its bytes begin and end.
+    """Finds the field `payloads` in a message. Returns the offsets at which the field begins, and at which its value
+    begins and ends.
 
     Returns zeros if the message has no such field among its first _MOST_FIELDS, or if the bytes are no message.
     """
@@ -124,9 +132,9 @@ def _find_payloads(data: bytes) -> tuple[int, int, int]:
         field = position
         tag, position = _read_varint(data, position)
         wire_type = tag & 7
-        if wire_type == 2:  # the length of the value, then the value
+        if wire_type == 2:  # the length of the value comes first, then the value
             length, position = _read_varint(data, position)
-            if tag == _PAYLOADS:
+            if tag == _PAYLOADS_TAG:
                 return field, position, position + length
             position += length
         elif wire_type == 1:  # a value of 64 bits
@@ -135,13 +143,14 @@ def _find_payloads(data: bytes) -> tuple[int, int, int]:
             position += 4
         elif wire_type == 0:  # a varint
             _, position = _read_varint(data, position)
-        else:  # the type of a group, which no message of ours has, or no type at all
+        else:  # the wire type of a group, which no message of ours has, or no wire type at all
             break
     return 0, 0, 0
 
 
 def _varint(value: int) -> bytes:
-    """The number in protobuf's encoding: 7 bits a byte, low bits first. All bytes but the last have the top bit set."""
+    """A number as protobuf encodes it: 7 bits in each byte, the low bits first. All bytes but the last have the top bit
+    set."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
@@ -151,9 +160,9 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """The varint at `position`, and the position after it.
+    """The value of the varint at `position`, and the position after the varint.
 
-    After a varint that is cut off, the position is past the end of `data`.
+    If the varint is cut off or too long, the returned position is past the end of `data`.
     """
     value = 0
     for index, byte in enumerate(data[position : position + 10]):  # ten bytes of 7 bits each hold 64 bits

@@ -14,54 +14,55 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-_LARGEST = 15 << 20
-"""Bytes of the block that `keep_freed_memory` frees. glibc then keeps twice as much, and batches of a reader fit into
-that. A block of 31 MiB was no faster, and glibc ignores larger blocks."""
+_FREED_BLOCK = 15 << 20
+"""Bytes of the block that `keep_freed_memory` frees. After that, glibc keeps up to twice as many freed bytes, which are
+enough for the batches of a reader. A block of 31 MiB was no faster, and glibc ignores blocks that are larger still."""
 
 
 @functools.cache
 def keep_freed_memory() -> None:
     """Makes malloc keep the freed memory of large payloads, which it would otherwise return to the system each time.
 
-    When a block that glibc mapped by itself is freed, glibc raises its trim threshold to twice the size of that block.
+    When a block that glibc mapped separately is freed, glibc raises its trim threshold to twice the size of that block.
     After this call it therefore keeps up to 30 MiB of freed memory at the end of each heap. A program that frees large
     arrays has this effect anyway. The environment variables MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ take
     precedence. With other C libraries than glibc, the call has no effect.
     """
-    bytes(_LARGEST)  # mapped, never touched, and freed at once: it takes no memory
+    bytes(_FREED_BLOCK)  # mapped, never touched, and freed at once: it takes no memory
 
 
 LARGE_BUFFER = 32 << 20
-"""Bytes. malloc maps a block of this size or more by itself, and returns it to the system as soon as it is freed."""
-_HUGE = 2 << 20
+"""Bytes. malloc maps each block of this size or more separately, and returns it to the system when it is freed."""
+_HUGE_PAGE = 2 << 20
 """Bytes of a huge page."""
 _MOST_IDLE = 2 << 30
-"""Bytes of all idle blocks together."""
+"""The most bytes that all idle blocks may have together."""
 _idle: deque[mmap.mmap] = deque()
-"""Blocks that nobody uses, the one freed last at the end. Single operations of a deque are atomic, so any thread may
-free a block without a lock."""
+"""Blocks that nobody uses. A freed block is added at the end. Single operations of a deque are atomic, so any thread
+may free a block without a lock."""
 
 
 def large_buffer(size: int) -> npt.NDArray[np.uint8]:
-    """A buffer of `size` bytes with any content. It reuses the memory of an earlier buffer without views, if possible.
+    """Returns a buffer of `size` bytes with any content, if possible in the memory of an earlier buffer.
 
-    When the last view of a buffer is gone, its block becomes idle. Idle blocks of up to _MOST_IDLE bytes together wait
-    for the next buffer. The system may take their pages at any time (MADV_FREE), and does so when memory is short.
-    Pages that it left need no page fault in the next buffer. Raises OSError, OverflowError or ValueError if there is no
-    memory.
+    The memory of a buffer is a block. When the last view of the buffer is gone, its block becomes idle. Idle blocks of
+    up to _MOST_IDLE bytes together wait for the next buffer. The system may take their pages at any time (MADV_FREE),
+    and does so when memory is short. The pages that it did not take need no page fault in the next buffer.
+
+    Raises OSError, OverflowError or ValueError if there is no memory.
     """
     block = _idle_block(size) or _new_block(size)
     buffer = np.frombuffer(block, np.uint8, size)
     # Every view of the buffer, also through numpy or torch, keeps this array alive. Python calls the finalizer when the
-    # array ends, except at exit: the process's memory goes then anyway.
+    # array is freed. At exit the finalizer is not needed, because the process then loses all its memory anyway.
     weakref.finalize(buffer, _give_back, block).atexit = False
     return buffer
 
 
 def copied(view: memoryview) -> bytes | memoryview:
-    """A copy of the view. If its size is a multiple of a huge page, as that of the parts of a large row, the copy lies
-    in a `large_buffer`, else in `bytes`."""
-    if not view or len(view) % _HUGE:  # a `large_buffer` consists of whole huge pages, and would waste a part
+    """Copies the view. If its size is a multiple of a huge page, like the size of the parts of a large row, the copy is
+    in a `large_buffer`. Otherwise it is `bytes`."""
+    if not view or len(view) % _HUGE_PAGE:  # a `large_buffer` consists of whole huge pages, and would waste a part
         return bytes(view)
     buffer = memoryview(large_buffer(len(view)))
     buffer[:] = view
@@ -75,7 +76,8 @@ def give_back_idle() -> None:
 
 def _idle_block(size: int) -> mmap.mmap | None:
     """Takes an idle block of at least `size` bytes, and of at most twice as many; None: there is none."""
-    for _ in range(len(_idle)):  # looks at each idle block once: a block that does not fit goes to the other end
+    # Looks at each idle block once, because a block that does not fit goes to the other end.
+    for _ in range(len(_idle)):
         try:
             block = _idle.popleft()
         except IndexError:  # another thread was faster
@@ -88,27 +90,27 @@ def _idle_block(size: int) -> mmap.mmap | None:
 
 def _new_block(size: int) -> mmap.mmap:
     """Maps a new block of whole huge pages, with at least `size` bytes."""
-    whole_pages = -(-size // _HUGE) * _HUGE  # rounded up
-    block = mmap.mmap(-1, whole_pages, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    bytes_of_pages = -(-size // _HUGE_PAGE) * _HUGE_PAGE  # `size`, rounded up to whole pages
+    block = mmap.mmap(-1, bytes_of_pages, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _advise(block, "MADV_HUGEPAGE")  # 32 MB take 20 page faults instead of 8,000
     return block
 
 
 def _give_back(block: mmap.mmap) -> None:
-    """Makes the block of a buffer idle, and drops the oldest idle blocks beyond _MOST_IDLE."""
-    # On a system without MADV_FREE, the block returns to the system now: this is the last reference to it.
-    if _advise(block, "MADV_FREE"):
-        _idle.append(block)
-        while sum(map(len, list(_idle))) > _MOST_IDLE:  # a copy of the deque, which other threads may change
-            _idle.popleft()
+    """Makes the block of a buffer idle. Drops idle blocks if they have more than _MOST_IDLE bytes together."""
+    if not _advise(block, "MADV_FREE"):
+        return  # the block returns to the system now, because `block` is the last reference to it
+    _idle.append(block)
+    while sum(map(len, list(_idle))) > _MOST_IDLE:  # `list` copies the deque, because other threads may change it
+        _idle.popleft()
 
 
 def _advise(block: mmap.mmap, name: str) -> bool:
-    """Calls madvise with the constant of this name. False if the system does not know the constant."""
+    """Calls madvise with the constant of this name. Returns False if the system does not know the constant."""
     if (advice := getattr(mmap, name, None)) is None:
         return False
     try:
         block.madvise(advice)
-    except OSError:  # a kernel that was built without it
+    except OSError:  # the kernel was built without this advice
         return False
     return True

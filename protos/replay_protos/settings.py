@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 _MOST_NAMES = 12
-"""Names of settings in one error."""
+"""The most names of settings that one error lists."""
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The settings in the text of a file.
+    """Parses the text of a TOML file into settings.
 
     Raises TOMLDecodeError if the text is not TOML, or if its lists and tables are nested too deeply.
     """
@@ -32,7 +32,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 def unknown_name(name: object, known: Collection[str]) -> str:
     """The error for a name that is not in `known`: "there is no 'learning_rte'; did you mean 'learning_rate'?"."""
-    near = difflib.get_close_matches(str(name), known, n=1)  # the known name that is most similar, if one is
+    near = difflib.get_close_matches(str(name), known, n=1)  # the most similar known name, or an empty list
     more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join([*known][:_MOST_NAMES])}{more}"
     return f"there is no {str(name)[:100]!r}; {hint}"
@@ -57,16 +57,16 @@ _IN_OUR_WORDS = (
     ("a valid dictionary.*", "an object of names and values"),
 )
 """Pairs: a regular expression for words of pydantic or click, and our words in their place."""
-_OURS = "Value error, "
+_VALUE_ERROR = "Value error, "
 """The words that pydantic puts before the message of a ValueError that a check of ours raised."""
 _VERBS = ("must ", "is needed", "is no setting")
-"""The beginnings of messages that follow the name of a setting without a colon."""
+"""Messages that begin with one of these follow the name of a setting without a colon."""
 
 
 def in_our_words(message: str) -> str:
     """A message of pydantic or click as the end of a sentence about a setting: `must be a whole number`."""
-    if message.startswith(_OURS):
-        return message.removeprefix(_OURS)
+    if message.startswith(_VALUE_ERROR):
+        return message.removeprefix(_VALUE_ERROR)
     for theirs, ours in _IN_OUR_WORDS:
         message = re.sub(theirs, ours, message)
     return message
@@ -79,21 +79,24 @@ def about(name: str, message: str) -> str:
 
 
 def explain(error: ValidationError, sections: str | None = None) -> str:
-    """All errors, with a clause for each: `max_size must be at least 1, not 0`. Values of [security] are not shown.
+    """All errors in one line, with a clause for each: `max_size must be at least 1, not 0`.
 
     Pass `sections` if the settings are those of a TOML file. It is the prefix of the names of the sections, `"serve."`
-    or `""`, and the clauses then name the sections: `[serve.server] fsync must be ...`,
-    `[[serve.tables]] number 2: max_size must be ...`.
+    or `""`. The clauses then name the sections: `[serve.server] fsync must be ...`,
+    `[[serve.tables]] number 2: max_size must be ...`. Values of the section [security] are not shown.
     """
     clauses = []
     for problem in error.errors():
         message = in_our_words(problem["msg"])
         if problem["type"] not in ("missing", "extra_forbidden"):  # these errors are about the name, not the value
-            value = problem["input"][:100] if isinstance(problem["input"], str) else problem["input"]
-            shown = isinstance(value, str | float) or _is_small(value)  # lists and objects would be too long
-            # A secret written where the name of its file belongs must not come out in a log. Some messages of our own
-            # checks name the value already.
-            if shown and "security" not in problem["loc"] and repr(value) not in message:
+            value = problem["input"]
+            if isinstance(value, str):
+                value = value[:100]
+            is_short = isinstance(value, str | float) or _is_small(value)  # lists and objects would be too long
+            # A user may write a secret where the name of its file belongs. The secret must not come out in a log.
+            may_be_secret = "security" in problem["loc"]
+            # Some messages of our own checks name the value already.
+            if is_short and not may_be_secret and repr(value) not in message:
                 message += f", not {value!r}"
         section, name = _place(problem["loc"], sections)
         if name:
@@ -103,7 +106,7 @@ def explain(error: ValidationError, sections: str | None = None) -> str:
 
 
 def _place(location: Sequence[int | str], sections: str | None) -> tuple[str, str]:
-    """The section of a setting in a file and the setting's name in the section, from pydantic's `location`.
+    """(the section of a setting in a file, the setting's name in this section), from pydantic's `location`.
 
     `location` has the names and indexes that lead to the setting. The section is "" if `sections` is None. The name is
     "" if the error is about the section as a whole.
@@ -112,8 +115,9 @@ def _place(location: Sequence[int | str], sections: str | None) -> tuple[str, st
     section = ""
     if sections is not None and rest:
         section = f"[{sections}{rest.pop(0)}]"
-        if rest and isinstance(location[1], int):  # an entry of a list, `[[tables]]`, whose index counts from 0
-            section = f"[{section}] number {int(rest.pop(0)) + 1}:"
+        if rest and isinstance(location[1], int):  # the section is an entry of a list, such as `[[tables]]`
+            index = int(rest.pop(0))  # counts from 0
+            section = f"[{section}] number {index + 1}:"
     elif sections:  # the error is about the file as a whole, or about the section that holds all others
         section = f"[{sections.rstrip('.')}]"
     return section, ".".join(rest)

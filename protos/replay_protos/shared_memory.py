@@ -3,7 +3,7 @@
 * A ring carries the payloads of one stream in one direction: one side puts them in, the other takes them out in order.
 * A message names the position of its payload bytes in the ring. The reader checks the position and copies the bytes
   before anything uses them.
-* The reader frees bytes by writing to `_FREED` in the segment how far it has read. This needs no message.
+* The reader frees bytes: at `_FREED_OFFSET` in the segment, it writes how far it has read. This needs no message.
 * The server makes each segment, in memory that has no name. The size of the memory is sealed, because a process that
   shrinks a mapped file would end the other process with SIGBUS.
 * The server sends the file descriptor of the memory to a socket of the client (`Mailbox`), and never receives a
@@ -36,23 +36,23 @@ HEADER = 4096
 """Bytes of a segment before its ring."""
 MAX_CAPACITY = 64 << 20
 """Bytes of the largest ring."""
-_FREED = 64
+_FREED_OFFSET = 64
 """Offset in the header of a number of 8 bytes: the position up to which the reader has taken everything."""
 _ALIGNMENT = 64
-"""Payloads of a frame start at a multiple of this, where memory is copied fastest."""
+"""Bytes. The payloads of a frame start at a multiple of this, because memory is copied fastest from there."""
 _JOIN_BELOW = 8192
 """Bytes. Chunks whose mean size is below this are joined first: a second copy costs less than Python's work for each
 chunk."""
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """The flag that maps all pages at once; 0 if the system has none. Without it, the first access to each page is a page
 fault."""
-_RING_ID = 8
+_RING_ID_BYTES = 8
 """Bytes of a ring's id in the message that brings the ring's memory."""
 # Constants of Linux's C headers, for memfd_create and for fcntl.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 _fence = threading.Lock()
-"""Protects nothing. To acquire and to release it are memory barriers, of which Python has no others."""
+"""A lock that protects nothing. Acquiring it and releasing it are memory barriers, and Python offers no others."""
 
 
 class Segment:
@@ -97,12 +97,12 @@ class Segment:
         with _address_of(self.path) as address, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
             sending.setblocking(False)
             sending.connect(address)
-            socket.send_fds(sending, [self.ring_id.to_bytes(_RING_ID, "little")], [self._fd])
+            socket.send_fds(sending, [self.ring_id.to_bytes(_RING_ID_BYTES, "little")], [self._fd])
         self.close_fd()
 
     @property
     def handed_over(self) -> bool:
-        """True after `hand_over` has sent the memory. For segments that `create` made."""
+        """True after `hand_over` has sent the memory. Ask only a segment that `create` made."""
         return self._fd is None
 
     def close_fd(self) -> None:
@@ -128,8 +128,8 @@ def _unnamed_file() -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
-    # Below 0 means an error. The name is only shown in /proc.
-    if (fd := int(libc.memfd_create(b"replay-ring", _MFD_CLOEXEC | _MFD_ALLOW_SEALING))) < 0:
+    fd = int(libc.memfd_create(b"replay-ring", _MFD_CLOEXEC | _MFD_ALLOW_SEALING))  # the name is only shown in /proc
+    if fd < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return fd
 
@@ -137,9 +137,9 @@ def _unnamed_file() -> int:
 class Mailbox:
     """The socket of a client, to which the server sends the memory of one ring. The server has no such socket.
 
-    Call `receive` on a thread of its own. A stranger could send the mailbox a TCP socket with SO_LINGER. The process
-    that closes the last descriptor of such a socket, even one that `recv` dropped, is blocked for as long as the
-    stranger chose.
+    Call `receive` on a thread of its own, because a stranger could block this thread: he could send the mailbox a TCP
+    socket with SO_LINGER. The thread that closes the last descriptor of such a socket is blocked for as long as the
+    stranger chose. This holds even for a descriptor that `recv` dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,7 +159,7 @@ class Mailbox:
         """Maps the memory that the server has sent, and closes the mailbox. None: the ring's memory did not come."""
         with self._socket, suppress(BlockingIOError):  # the error means that nothing was sent
             self.path.unlink(missing_ok=True)  # the mailbox is for one ring: nobody is to send anything more
-            sent_id, fds, _, _ = socket.recv_fds(self._socket, _RING_ID, 1)
+            sent_id, fds, _, _ = socket.recv_fds(self._socket, _RING_ID_BYTES, maxfds=1)
             for fd in fds:
                 try:
                     # The id differs if another client has linked the path of its own mailbox to this one.
@@ -174,7 +174,7 @@ class Mailbox:
 def _address_of(path: Path) -> Iterator[str]:
     """Yields an address of the socket at `path` that fits into the 107 bytes that the system allows.
 
-    Raises OSError with a sentence about the cause, in the place of errors of the block that uses the address.
+    If the block that uses the address fails, replaces its error by an OSError with a sentence about the cause.
     """
     try:
         # The path through the folder's descriptor is short, however long the path of the folder is.
@@ -196,8 +196,8 @@ def _address_of(path: Path) -> Iterator[str]:
 class RingWriter:
     """Puts payloads into a ring.
 
-    A position counts all bytes of the ring since it was made, those that were skipped included, and never decreases.
-    The place of a position is its offset in the memory: position % capacity.
+    A position is a number of bytes: all that were put into the ring or skipped before it, since the ring was made. So
+    positions never decrease. The place of a position is its offset in the memory: position % capacity.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -206,7 +206,7 @@ class RingWriter:
         self.capacity = segment.capacity
         self._bytes = segment.view[HEADER:]
         """The memory of the ring, without the header."""
-        self._freed = segment.view[_FREED : _FREED + 8].cast("Q")
+        self._freed = segment.view[_FREED_OFFSET : _FREED_OFFSET + 8].cast("Q")
         """One number, which the reader writes: the position before which it has taken everything."""
         self._end = 0
         """The position behind the last payload."""
@@ -222,14 +222,15 @@ class RingWriter:
         place = start % self.capacity if self.capacity else 0
         # The bytes of a frame lie in one stretch. If they do not fit before the end of the ring, its rest is skipped.
         if place + size > self.capacity:
-            start, place = start + self.capacity - place, 0
+            start += self.capacity - place
+            place = 0
         freed = self.freed()
         # If the ring is empty, any payload fits that is not larger than the ring, wherever it starts.
         is_empty = freed == self._end
         if size > self.capacity or (not is_empty and start + size - freed > self.capacity):
             return None
         offset = place
-        for chunk in _few(chunks, size):
+        for chunk in _joined_if_small(chunks, size):
             self._bytes[offset : offset + len(chunk)] = chunk
             offset += len(chunk)
         assert offset == place + size, f"the chunks have {offset - place} bytes, and the reader is told of {size}"
@@ -240,7 +241,8 @@ class RingWriter:
     def freed(self) -> int:
         """The position before which the reader has taken everything.
 
-        The other process can write any number there. An impossible number is ignored, and the last one stays valid.
+        The reader's process can write any number into the segment. An impossible number is ignored, and the last
+        possible one stays valid.
         """
         freed = self._freed[0]
         if self._last_freed <= freed <= self._end:
@@ -257,27 +259,27 @@ class RingReader:
         self.capacity = segment.capacity
         self._bytes = segment.view[HEADER:].toreadonly()
         """The memory of the ring, without the header."""
-        self._freed = segment.view[_FREED : _FREED + 8].cast("Q")
-        """One number, by which the writer learns the position before which this reader has taken everything."""
+        self._freed = segment.view[_FREED_OFFSET : _FREED_OFFSET + 8].cast("Q")
+        """One number, which this reader writes for the writer: the position before which it has taken everything."""
         self._end = 0
         """The position behind the last payload that was taken."""
 
-    def take(self, position: int, size: int, rows: Sequence[int]) -> list[bytes | memoryview]:
+    def take(self, position: int, size: int, row_sizes: Sequence[int]) -> list[bytes | memoryview]:
         """Copies the `size` bytes at `position`, and frees them in the ring.
 
-        Returns one chunk for each row if the sizes in `rows` add up to `size`, else one chunk of all bytes. Raises
-        ValueError if no writer can have put a payload there.
+        Returns one chunk for each row if `row_sizes` add up to `size`, else one chunk of all bytes. Raises ValueError
+        if no writer can have put a payload there.
         """
-        if sum(rows) != size:  # the bytes are a part of a larger payload, or begin in the middle of a row
-            rows = (size,)
+        if sum(row_sizes) != size:  # the bytes are a part of a larger payload, or begin in the middle of a row
+            row_sizes = (size,)
         copies: list[bytes | memoryview] = []
 
         def copy_rows(lent: memoryview) -> None:
-            for start, end in pairwise(accumulate(rows, initial=0)):
+            for start, end in pairwise(accumulate(row_sizes, initial=0)):
                 copies.append(copied(lent[start:end]))
 
         self.lend(position, size, copy_rows)
-        assert len(copies) == len(rows), (len(copies), len(rows))
+        assert len(copies) == len(row_sizes), (len(copies), len(row_sizes))
         return copies
 
     def lend(self, position: int, size: int, copy: Callable[[memoryview], None]) -> None:
@@ -287,8 +289,8 @@ class RingReader:
         """
         place = position % self.capacity if self.capacity else 0
         is_in_one_stretch = 0 < size <= self.capacity - place
-        # Between two payloads, a writer skips at most _ALIGNMENT bytes and the rest of the ring, which is less than two
-        # rings.
+        # Between two payloads, a writer skips at most _ALIGNMENT bytes and the rest of the ring. Together these bytes
+        # are fewer than those of two rings.
         follows = self._end <= position <= self._end + 2 * self.capacity
         if not is_in_one_stretch or not follows:
             raise ValueError(
@@ -297,17 +299,18 @@ class RingReader:
         copy(self._bytes[place : place + size])
         assert position + size > self._end, "the writer would take bytes back"
         self._end = position + size
-        # A processor may move memory accesses into a locked section, but not out of one. The first section therefore
-        # keeps the reads above before the write in the second: all bytes are read before the writer learns that it may
-        # overwrite them.
+        # All bytes must be read before the writer learns that it may overwrite them. A processor may move memory
+        # accesses into a locked section, but not out of one. So the reads above happen before the end of the first
+        # section, and the write happens after the start of the second section.
         with _fence:
             pass
         with _fence:
             self._freed[0] = self._end
 
 
-def _few(chunks: Sequence[bytes | memoryview], size: int) -> Iterable[bytes | memoryview]:
-    """The chunks, `size` bytes together, as views of bytes, or joined into one chunk if they are small."""
+def _joined_if_small(chunks: Sequence[bytes | memoryview], size: int) -> Iterable[bytes | memoryview]:
+    """Joins the chunks, `size` bytes together, into one chunk if they are small. Otherwise returns a view of the bytes
+    of each chunk."""
     if len(chunks) > 1 and size < _JOIN_BELOW * len(chunks):
         return (b"".join(chunks),)
     return (memoryview(chunk).cast("B") for chunk in chunks)
@@ -318,12 +321,12 @@ def _few(chunks: Sequence[bytes | memoryview], size: int) -> Iterable[bytes | me
 MIN_SHARED = 16 << 10
 """Bytes. A payload of this size or more goes through a ring. Smaller payloads are as fast in the message."""
 BYTES_PER_FRAME = 4 << 20
-"""Payload bytes in one frame that goes through a ring, about. Larger frames need fewer messages, and a message costs
-gRPC the same, whatever the size of the payload that it names."""
+"""About the number of payload bytes in one frame that goes through a ring. Larger frames need fewer messages, and a
+message costs gRPC the same, whatever the size of the payload that it names."""
 _PAUSE = 0.001
 """Seconds between two attempts to put a payload into a full ring."""
 _PATIENCE = 0.1
-"""Seconds. After so long without progress of the reader, payloads go into messages, until the reader has made room."""
+"""Seconds. If the reader makes no progress for so long, payloads go into messages until the reader has made room."""
 
 
 ReaderOf = Callable[[int], RingReader | None]
@@ -350,15 +353,17 @@ class FrameWriter:
         """The head of the frame that `gather` is building; None: the next frame begins one."""
         self._chunks: list[bytes | memoryview] = []
         """The payloads of the frames that `gather` has joined so far."""
-        self._gathered = 0
+        self._gathered_bytes = 0
         """Bytes of `_chunks`."""
-        self._missing = 0
+        self._missing_bytes = 0
         """Payload bytes of the response that have not come yet."""
 
     async def place(self, frame: Frame[M]) -> Frame[M] | SharedFrame[M]:
-        """The frame to send: with its payload in the ring, or as it is.
+        """Puts the payload of the frame into the ring if there is room. Returns the frame to send: one that names the
+        place in the ring, or `frame` as it is.
 
-        Waits for room as long as the reader makes progress. Otherwise gRPC's flow control has to slow the sender down.
+        Waits for room as long as the reader makes progress. After that, payloads stay in the messages, and gRPC's flow
+        control has to slow the sender down.
         """
         size = sum(map(len, frame.payloads))
         if size < MIN_SHARED:
@@ -366,7 +371,7 @@ class FrameWriter:
         position = self._ring.put(frame.payloads, size)
         # Waits, unless the last wait was in vain, or the ring is too small for the frame.
         if position is None and not self.stalled and size <= self._ring.capacity:
-            position = await self._put_in_turn(frame.payloads, size)
+            position = await self._put_when_free(frame.payloads, size)
         self.stalled = position is None
         return frame if position is None else SharedFrame(frame.head, self._ring.ring_id, position, size)
 
@@ -378,28 +383,34 @@ class FrameWriter:
         sizes: Sequence[int] = getattr(frame.head, "payload_sizes", ())
         if self._head is None:
             self._head = frame.head
-            # The first message of a response has the sizes of all payloads. Later messages have none, and `_missing`
-            # has what is left.
-            self._missing = sum(sizes) or self._missing
+            # The first message of a response has the sizes of all its payloads. Later messages have no sizes, and
+            # `_missing_bytes` has been counted down since the first message.
+            response_bytes = sum(sizes)
+            if response_bytes:
+                self._missing_bytes = response_bytes
         size = sum(map(len, frame.payloads))
         self._chunks += frame.payloads
-        self._gathered += size
-        self._missing -= size
-        if self._missing > 0 and self._gathered < BYTES_PER_FRAME:
+        self._gathered_bytes += size
+        self._missing_bytes -= size
+        if self._missing_bytes > 0 and self._gathered_bytes < BYTES_PER_FRAME:
             return None
-        gathered = Frame(self._head, self._chunks)
-        self._head, self._chunks, self._gathered = None, [], 0
-        return gathered
+        joined = Frame(self._head, self._chunks)
+        self._head = None
+        self._chunks = []
+        self._gathered_bytes = 0
+        return joined
 
-    async def _put_in_turn(self, chunks: Sequence[bytes | memoryview], size: int) -> int | None:
-        """Puts the chunks into the ring when there is room, and returns their position.
+    async def _put_when_free(self, chunks: Sequence[bytes | memoryview], size: int) -> int | None:
+        """Waits until the ring has room, puts the chunks into it, and returns their position.
 
-        Tries again every _PAUSE seconds. None: the reader has freed nothing for _PATIENCE seconds.
+        Tries every _PAUSE seconds. Returns None if the reader has freed nothing for _PATIENCE seconds.
         """
-        freed, waited = self._ring.freed(), 0.0
+        freed = self._ring.freed()
+        waited = 0.0
         while waited < _PATIENCE:
             await asyncio.sleep(_PAUSE)
-            if (position := self._ring.put(chunks, size)) is not None:
+            position = self._ring.put(chunks, size)
+            if position is not None:
                 return position
             waited += _PAUSE
             now = self._ring.freed()
@@ -418,25 +429,29 @@ def take_frame(frame: Frame[M], reader_of: ReaderOf) -> Frame[M]:
     head: Any = frame.head
     if not head.HasField("shared"):
         return frame
-    return Frame(frame.head, _reader(head, reader_of).take(head.shared.position, head.shared.size, head.payload_sizes))
+    reader = _reader(head, reader_of)
+    chunks = reader.take(head.shared.position, head.shared.size, head.payload_sizes)
+    return Frame(frame.head, chunks)
 
 
 def pass_on(frame: Frame[Any], reader_of: ReaderOf, add: Callable[[bytes | memoryview, Keep], None]) -> None:
     """Calls `add` with the payload bytes of the frame, and with the function that makes these bytes last (`Keep`).
 
-    `add` must copy bytes that are in a ring before it returns, because the writer may overwrite them then. Raises as
-    `take_frame`.
+    If the bytes are in a ring, `add` must copy them before it returns, because the writer may overwrite them after
+    that. Raises the errors of `take_frame`.
     """
     head = frame.head
     if not head.HasField("shared"):
         for chunk in frame.payloads:
             add(chunk, memoryview)
         return
-    _reader(head, reader_of).lend(head.shared.position, head.shared.size, lambda lent: add(lent, bytes))
+    reader = _reader(head, reader_of)
+    reader.lend(head.shared.position, head.shared.size, lambda lent: add(lent, bytes))
 
 
 def _reader(head: Any, reader_of: ReaderOf) -> RingReader:
     """The ring that the message names. Raises LookupError if the stream has no such ring."""
-    if (reader := reader_of(head.shared.ring)) is None:
+    reader = reader_of(head.shared.ring)
+    if reader is None:
         raise LookupError(f"ring {head.shared.ring} is not one of this stream's")
     return reader

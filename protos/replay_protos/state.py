@@ -1,8 +1,8 @@
 """Reads what replay.proto declares about the fields of ServerInfo, and converts ServerInfo and other values to JSON.
 
 Each field of ServerInfo, and of the messages in it, has the option `field`. The option says how the values of several
-shards are merged, which metric shows the field, and whether 0 means unknown. Code that passes the state of a server on
-reads these options, and needs no list of the fields.
+shards are merged, which metric shows the field, and whether 0 means unknown. Code that forwards the state of a server
+reads these options, so it needs no list of the fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from replay_protos import replay_pb2 as pb
 
 Document = dict[str, Any]
-"""A JSON object: values by the names of fields."""
+"""A JSON object: name of a field -> its value."""
 
 
 @cache
@@ -29,12 +29,12 @@ def declared(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...
 
 
 def document(record: Message | Any, message: Descriptor | None = None) -> Document:
-    """The fields of `record` by name, as values of JSON.
+    """Converts `record` into a JSON object with its fields by name.
 
-    `record` is a message. It may also be any object that has the fields of the message type `message`.
+    `record` is a message, or any other object that has the fields of the message type `message`.
 
-    The key of an item and the id of a server become strings, because they have 64 bits, of which many readers of JSON
-    keep only 53. A 0 that means unknown becomes None.
+    The key of an item and the id of a server have 64 bits. They become strings, because many readers of JSON keep only
+    53 bits of a number. A 0 that means unknown becomes None.
     """
     return {
         field.name: _value(getattr(record, field.name), field, option)
@@ -46,7 +46,7 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
     """The value of one field as a value of JSON."""
     if value is None or (option.zero_is_unknown and not value):
         return None
-    if isinstance(value, Mapping):  # a message has no mapping, but the client's records hold the tables by name
+    if isinstance(value, Mapping):  # only in the client's records, which hold the tables by name
         return {name: document(record, field.message_type) for name, record in value.items()}
     if field.is_repeated:
         if field.message_type is None:
@@ -56,15 +56,16 @@ def _value(value: Any, field: FieldDescriptor, option: pb.Field) -> Any:
         return document(value, field.message_type)
     if option.json:  # a text that holds JSON
         return json.loads(value) if value else None
-    # In ServerInfo, keys and ids are of the type fixed64, and counts are not.
-    return str(value) if field.type == FieldDescriptor.TYPE_FIXED64 else value
+    if field.type == FieldDescriptor.TYPE_FIXED64:  # in ServerInfo, this is the type of keys and ids, but not of counts
+        return str(value)
+    return value
 
 
 MOST_LEVELS = 128
-"""Levels of nested lists and objects that are shown. msgpack reads 1,024 levels, but json writes by recursion, so that
-it fails at Python's recursion limit."""
+"""The most levels of nested lists and objects that are shown. msgpack reads 1,024 levels, but json writes levels by
+recursion, so it would fail at Python's recursion limit."""
 TOO_DEEP = "nested too deeply to be shown"
-"""The text in the place of what is nested more deeply."""
+"""The text in the place of a list or object that is nested more deeply."""
 
 
 def plain(value: Any, levels: int = MOST_LEVELS) -> Any:

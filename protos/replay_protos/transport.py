@@ -53,7 +53,7 @@ class PemFiles:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine reaches the address."""
+    """True if only programs on this machine can reach the address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback  # an IPv6 address in a URL has brackets
     except ValueError:  # a name, not a number
@@ -61,15 +61,21 @@ def is_loopback(host: str) -> bool:
 
 
 _NEAR = tuple(
-    map(
-        ipaddress.ip_network,
-        (
-            *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10"),
-            *("::1/128", "fc00::/7", "fe80::/10"),
-        ),
+    ipaddress.ip_network(network)
+    for network in (
+        "127.0.0.0/8",
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "169.254.0.0/16",
+        "100.64.0.0/10",
+        "::1/128",
+        "fc00::/7",
+        "fe80::/10",
     )
 )
-"""Networks that no proxy leads to: of this machine, private, link-local and of providers (RFC 6598)."""
+"""Networks that no proxy leads to: this machine's own, private and link-local ones, and the addresses that providers
+share among their customers (RFC 6598)."""
 _NEAR_NAMES = (".localhost", ".local", ".internal", ".svc", ".lan")
 """Ends of names that mean hosts of a private network."""
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
@@ -91,11 +97,9 @@ def is_near(host: str) -> bool:
 
 
 def proxy_remedy(host: str, variables: Sequence[str] = PROXY_VARIABLES) -> str:
-    """The end of an error: the environment variable that sends calls to `host` through a proxy, and the remedy.
-
-    Empty if no variable does so.
-    """
-    from urllib.request import proxy_bypass_environment  # it loads much, and only an error needs it
+    """The end of an error message: names the environment variable that sends calls to `host` through a proxy, and the
+    remedy. Empty if no variable does so."""
+    from urllib.request import proxy_bypass_environment  # this import loads many modules, and only an error needs it
 
     if is_near(host) or proxy_bypass_environment(host):  # no proxy leads to it, or no_proxy names it
         return ""

@@ -1,4 +1,4 @@
-"""Counts in sentences for people. Every package writes counts with `counted`."""
+"""Writes counts in texts for people. Every package writes its counts with `counted`."""
 
 from __future__ import annotations
 

@@ -29,29 +29,29 @@ class AdministrationMethods:
         self._data_dir = data_dir
         self._checkpointer = checkpointer
         self._server_id = secrets.randbits(63)
-        """An id that is new at each start, by which clients notice a restart."""
+        """A random id. Each start of the server chooses another id, so clients notice a restart."""
         self._started = self.buffer.clock()
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, call: Call) -> pb.ServerInfo:
         return self.server_info(request.tables)
 
     def server_info(self, tables: Sequence[str] = ()) -> pb.ServerInfo:
-        """The whole ServerInfo, with the tables named in `tables`, or with all tables if `tables` is empty."""
-        server_info = info.server_info(self.buffer, tables)
-        server_info.version = _VERSION
-        server_info.server_id = self._server_id
-        server_info.uptime = self.buffer.clock() - self._started
-        server_info.insert_streams = self.backend.calls.open["InsertStream"]
-        server_info.sample_streams = self.backend.calls.open["Draw"]
-        server_info.long_wait = info.long_wait(self.buffer, self.backend.clients)
-        server_info.overdue.extend(info.overdue_clients(self.buffer, self.backend.clients))
-        server_info.clients.extend(info.clients(self.buffer, self.backend.clients))
-        server_info.time = time.time()
-        server_info.resident_bytes = host.resident_bytes()
-        server_info.memory_available = host.memory_available()
+        """Returns all facts about the server, with the tables named in `tables`, or all tables if `tables` is empty."""
+        message = info.server_info(self.buffer, tables)
+        message.version = _VERSION
+        message.server_id = self._server_id
+        message.uptime = self.buffer.clock() - self._started
+        message.insert_streams = self.backend.calls.open["InsertStream"]
+        message.sample_streams = self.backend.calls.open["Draw"]
+        message.long_wait = info.long_wait(self.buffer, self.backend.clients)
+        message.overdue.extend(info.overdue_clients(self.buffer, self.backend.clients))
+        message.clients.extend(info.clients(self.buffer, self.backend.clients))
+        message.time = time.time()
+        message.resident_bytes = host.resident_bytes()
+        message.memory_available = host.memory_available()
         if self._data_dir is not None:
-            server_info.disk_available = host.disk_available(self._data_dir)
-        return server_info
+            message.disk_available = host.disk_available(self._data_dir)
+        return message
 
     @once(pb.TableInfo)
     async def UpdateTable(self, request: pb.UpdateTableRequest, call: Call) -> pb.TableInfo:
@@ -79,7 +79,7 @@ class AdministrationMethods:
         return pb.ListCheckpointsResponse(checkpoints=[info.checkpoint(entry) for entry in listed])
 
     def _checkpoints(self) -> Checkpointer:
-        """The checkpointer. Raises Refused if the server has none."""
+        """Returns the checkpointer. Raises Refused if the server has none."""
         if self._checkpointer is None:
             raise unsupported(
                 "this server has no place for checkpoints: set dir in [checkpoints], or data_dir in [server]"

@@ -90,7 +90,11 @@ class Tokens:
     """
 
     def __init__(self, text: str, source: str) -> None:
-        """Reads the tokens in `text`. Raises ValueError that names source and line, and never shows the text."""
+        """Reads the tokens in `text`, which comes from `source`.
+
+        If `text` has a wrong entry or no token, raises ValueError. The error names the source and the line, but never
+        shows the text.
+        """
         self._roles: dict[bytes, Role] = {}
         """The role of each token, by the token's hash."""
         roles = {str(role): role for role in Role}
@@ -114,19 +118,26 @@ class Tokens:
         """The role of a token; None if the token is unknown. Takes the same time for all tokens of the same length."""
         digest = _digest(token)
         role_of_token = None
+        # The loop does not end early, so that the time that it takes does not tell which token is right.
         for known_digest, role in self._roles.items():
             if hmac.compare_digest(known_digest, digest):
-                role_of_token = role  # no early return, so that the time does not tell which token is right
+                role_of_token = role
         return role_of_token
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the tokens in a file. Raises ValueError that names file and line, and never shows the text."""
+        """Reads the tokens in a file.
+
+        If the file cannot be used, raises ValueError. The error names the file and a wrong line, but never shows the
+        text.
+        """
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            # The text of a UnicodeDecodeError would show bytes of the file.
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            if isinstance(error, OSError):
+                reason = error.strerror
+            else:  # the message of a UnicodeDecodeError would show bytes of the file
+                reason = "it is not text"
             raise ValueError(f"tokens_file {path} cannot be read: {reason}") from None
         return cls(text, f"tokens_file {path}")
 
@@ -138,9 +149,11 @@ class Authorizer(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, section: SecurityConfig, environment: Mapping[str, str]) -> None:
-        """`environment` may give the tokens (REPLAY_TOKENS) or their file (REPLAY_TOKENS_FILE).
+        """Reads the tokens, if `section` or `environment` gives any.
 
-        The file of the section has priority. Raises ValueError that names the file or the variable.
+        The first of these that is set counts: the file `section.tokens_file`, the file that the variable
+        REPLAY_TOKENS_FILE names, and the tokens in the variable REPLAY_TOKENS. If the tokens cannot be used, raises
+        ValueError that names the file or the variable.
         """
         path = section.tokens_file or environment.get("REPLAY_TOKENS_FILE")
         text = environment.get("REPLAY_TOKENS")
@@ -151,21 +164,21 @@ class Authorizer(grpc.aio.ServerInterceptor):
             if readable_by_others(path):
                 log.warning("tokens_file %s can be read by every user of this machine: chmod 600 it", path)
         elif text:
-            known_tokens = Tokens(text, "REPLAY_TOKENS")  # made here, so that the text does not stay in memory
+            known_tokens = Tokens(text, "REPLAY_TOKENS")  # not in the lambda, which would keep the text in memory
             self.tokens = Reread("REPLAY_TOKENS", lambda: known_tokens)
         self._calls: dict[asyncio.Task[Any], tuple[str, Role]] = {}
         """The token of each open call, and the role that the call needs."""
-        self._refused = 0
-        """Calls that were refused since the last log line about them."""
+        self._refused_calls = 0
+        """The number of calls that were refused since the last log line about refused calls."""
         self._logged_at = float("-inf")
-        """The time of that log line."""
+        """The time of the last log line about refused calls."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler of a call: the method's own, or one that refuses the call.
+        """Returns the handler of a call: the method's own handler, or one that refuses the call.
 
         gRPC asks for the handler before it reads any byte of the request.
         """
@@ -174,18 +187,19 @@ class Authorizer(grpc.aio.ServerInterceptor):
         if code is None:
             return await continuation(handler_call_details)
 
-        # The handler is one of streams even if the method has one request, because gRPC reads nothing before it calls a
-        # handler of streams.
+        # This is a handler of streams even if the method has a single request. gRPC calls a handler of streams before
+        # it reads a request, so no byte of the refused request is read.
         async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            self._log(context.peer(), method, message)
+            self._log_refusal(context.peer(), method, message)
             await context.abort(code, message)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _check(self, method: str, metadata: Any) -> tuple[grpc.StatusCode | None, str]:
-        """The code and message with which to refuse the call; (None, "") if the call may proceed.
+        """Returns the code and message with which to refuse the call; (None, "") if the call may proceed.
 
-        `method` is gRPC's name of it: "/SERVICE/METHOD".
+        A call that may proceed is remembered, so that `end_revoked` can end it. `method` is the full name that gRPC
+        gives to the method: "/SERVICE/METHOD".
         """
         service, _, name = method.removeprefix("/").partition("/")
         authorizations = [value for key, value in metadata if key == "authorization"]
@@ -217,7 +231,7 @@ class Authorizer(grpc.aio.ServerInterceptor):
         while True:
             await asyncio.sleep(SECONDS_PER_LOOK)
             tokens = {token for token, _ in self._calls.values()}
-            # The present role of each token, which is looked up once for all calls of the token.
+            # The present role of each token. It is looked up only once for all calls that came with the token.
             roles = {token: self._role_of(token) for token in tokens}
             revoked: list[asyncio.Task[Any]] = []
             for task, (token, needed) in self._calls.items():
@@ -236,28 +250,28 @@ class Authorizer(grpc.aio.ServerInterceptor):
         return self.tokens.value.role_of(token)
 
     def _remember_call(self, token: str, needed: Role) -> None:
-        """Lets `end_revoked` find the call that the current task answers.
+        """Remembers the call that the current task answers, until the task ends, so that `end_revoked` finds the call.
 
-        gRPC asks for the handler of a call and then calls the handler in one task, which ends with the call.
+        gRPC answers each call in a task of its own: the task asks for the handler, calls it, and ends with the call.
         """
         task = asyncio.current_task()
         if task is not None:
             self._calls[task] = (token, needed)
             task.add_done_callback(lambda task: self._calls.pop(task, None))
 
-    def _log(self, peer: str, method: str, why: str) -> None:
-        """Counts a refused call. If the last line was logged long ago, logs one for all calls refused since then."""
-        self._refused += 1
+    def _log_refusal(self, peer: str, method: str, why: str) -> None:
+        """Counts a refused call. At most once in _SECONDS_PER_LINE, logs the count and this call, the last of them."""
+        self._refused_calls += 1
         now = time.monotonic()
         if now - self._logged_at > _SECONDS_PER_LINE:
             log.warning(
                 "refused %s since this was last said; the last: %s from %s: %s",
-                counted(self._refused, "call"),
+                counted(self._refused_calls, "call"),
                 method,
                 peer,
                 why,
             )
-            self._refused = 0
+            self._refused_calls = 0
             self._logged_at = now
 
 
@@ -267,8 +281,8 @@ def _needed_role(service: str, method: str) -> Role:
         return ROLES.get(method, Role.ADMIN)
     if service == reflection.SERVICE_NAME:
         return Role.READ_ONLY
-    # A service of another version of the protocol. gRPC answers such a call that there is no such method, which tells
-    # the client more than a refusal.
+    # The client uses another version of the protocol. If the call may proceed, gRPC answers that there is no such
+    # method, which tells the client more than a refusal.
     if service.startswith("replay."):
         return Role.READ_ONLY
     return Role.ADMIN
@@ -285,24 +299,28 @@ SECONDS_PER_LOOK = 1.0
 class Reread(Generic[T]):
     """A value that is read from files, and read again when they change.
 
-    While the files cannot be used, the last value stays in force.
+    While the files cannot be used, the value that was read last stays in force.
     """
 
     def __init__(self, name: str, read: Callable[[], T], *files: Path | None) -> None:
-        """Calls `read`, which reads `files` and raises ValueError if they cannot be used.
+        """Reads the value for the first time.
 
-        `name` is the name of the option in log lines. Files that are None are left out.
+        `read` reads the value from `files`, and raises ValueError if they cannot be used. `name` is the name of the
+        option in log lines. Entries of `files` that are None are left out.
         """
         self._name = name
         self._read = read
         self._files = [path for path in files if path is not None]
-        self._last_state = self._state()  # before `read`, so that a change during `read` is noticed later
+        self._last_state = self._state()  # taken before `read`, so that a change during `read` is noticed later
         self._looked = float("-inf")
         """The time of the last look at the files."""
         self.value = read()
 
     def look(self) -> bool:
-        """Reads the files if they have changed. Returns True if there is a new value. Looks at most once a second."""
+        """Reads the files again if they have changed. Returns True if there is a new value.
+
+        It looks at the files at most once in SECONDS_PER_LOOK, and returns False between two looks.
+        """
         now = time.monotonic()
         if now - self._looked < SECONDS_PER_LOOK:
             return False
@@ -310,7 +328,8 @@ class Reread(Generic[T]):
         state = self._state()
         if state == self._last_state:
             return False
-        self._last_state = state  # also if the reading fails: a wrong file is reported once, and not each second
+        # This is noted even if `read` fails, so that a wrong file is reported only once, and not at every look.
+        self._last_state = state
         try:
             self.value = self._read()
         except ValueError as error:
@@ -320,7 +339,7 @@ class Reread(Generic[T]):
         return True
 
     def _state(self) -> list[tuple[int, int, int]]:
-        """The time, size and inode of each file. A change of a file changes one of them. Empty if a file is missing.
+        """The time, size and inode of each file; empty if a file is missing. When a file changes, so does the result.
 
         The time alone is not enough. The clock of a file system moves only every few milliseconds, so a file that was
         emptied and then written may have the same time after both changes.
@@ -336,13 +355,13 @@ class ServerCertificates:
     """The server's TLS certificate, private key and client authority. The files may change while the server runs."""
 
     def __init__(self, section: SecurityConfig) -> None:
-        """Raises ValueError that names the file and the remedy."""
+        """Reads the files. If they cannot be used, raises ValueError that names the wrong file and the remedy."""
         self._section = section
         cert = section.tls_cert
         key = section.tls_key
         ca = section.tls_client_ca
         read = partial(PemFiles.read, cert=cert, key=key, ca=ca, ca_name="tls_client_ca")
-        self._files = Reread("tls_cert", read, cert, key, ca)
+        self._pem_files = Reread("tls_cert", read, cert, key, ca)
         if key is not None and readable_by_others(key):
             log.warning("tls_key %s can be read by every user of this machine: chmod 600 it", key)
 
@@ -353,16 +372,18 @@ class ServerCertificates:
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(),
             self._changed_configuration,  # type: ignore[arg-type]  # None is allowed, whatever the type stubs say
-            self._section.tls_client_ca is not None,
+            require_client_authentication=self._section.tls_client_ca is not None,
         )
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         """The certificate, its key and the client authority, as they were read last."""
-        pem = self._files.value
+        pem = self._pem_files.value
         assert pem.key is not None
         assert pem.cert is not None
         return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
 
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
         """The new configuration; None if it has not changed. gRPC calls this for each handshake, on its own thread."""
-        return self._configuration() if self._files.look() else None
+        if self._pem_files.look():
+            return self._configuration()
+        return None

@@ -54,12 +54,15 @@ class Call:
         None: payloads of this method never lie in rings."""
         self._method = method
         self._requested_at: float | None = None
-        """The time when the last request of a stream came.
+        """The time at which the last request of a stream came.
 
-        None: that request has a response already, no request has come, or the latency of the method is not measured."""
+        None: no request has come, the last request has a response already, or the method's latency is not measured."""
 
     async def read(self) -> Any:
-        """The next request of a stream; None: the client has ended it. Raises Refused if its bytes are no message."""
+        """Returns the next request of a stream; None: the client has ended the stream.
+
+        Raises Refused if the bytes of the request are no message.
+        """
         request = await self.context.read()
         if request is grpc.aio.EOF:
             return None
@@ -68,20 +71,23 @@ class Call:
         return self.readable(request)
 
     def readable(self, request: Any) -> Any:
-        """The request, with the payloads that lie in a ring.
+        """Returns the request with its payloads. If they lie in a ring, takes them out of the ring.
 
         Raises Refused if `request` is the error that `Method.parse` returned because the bytes are no message.
         """
         if isinstance(request, DecodeError):
             raise invalid(f"the bytes are no message of this protocol: {request}")
-        return request if self.carrier is None else self.carrier.bring(request)
+        if self.carrier is None:
+            return request
+        return self.carrier.bring(request)
 
     async def write(self, response: Any) -> None:
-        """Sends a response. Raises Refused if it is not read for `stall_timeout` seconds.
+        """Sends a response. Raises Refused if the client does not read the response within `stall_timeout` seconds.
 
-        The client of an endless stream may read as slowly as it likes, because the server holds little for it.
+        An endless stream has no `stall_timeout`: its client may read as slowly as it likes, because the server holds
+        little memory for the stream.
         """
-        # Notes the time since the request. Only the first response to a request is timed.
+        # Only the first response to each request is timed.
         latencies = self._method.latencies
         if latencies is not None:
             seconds = None
@@ -90,7 +96,7 @@ class Call:
             latencies.responded(self._method.name, response, seconds)
             self._requested_at = None
         stall = self._method.stall_timeout
-        if stall is None:  # most calls; a timeout costs 2 us
+        if stall is None:  # most calls have no timeout, and need not spend the 2 us that a timeout takes
             await self._send(response)
             return
         try:
@@ -104,7 +110,7 @@ class Call:
         """Sends a response, with its payload through a ring if possible."""
         if self.carrier is not None:
             response = await self.carrier.place(response)
-            if response is None:  # the response will be a part of the next message
+            if response is None:  # the carrier has kept the response, and will send it in the next message
                 return
         await self.context.write(response)
 
@@ -123,9 +129,11 @@ class Method:
         rings: Rings,
         latencies: Latencies | None,
     ) -> None:
-        """`behavior` is the function that answers calls. `latencies` times and counts the calls; None: nothing does.
+        """`behavior` is the function that answers calls. `latencies` times and counts the calls; None: they are neither
+        timed nor counted.
 
-        Whether a call has streams, payloads or an end follows from the method's `descriptor` in replay.proto.
+        `descriptor` describes the method as in replay.proto. It says which messages are streams and which have
+        payloads, and from this follows whether a call is endless.
         """
         self.name = descriptor.name
         request = GetMessageClass(descriptor.input_type)
@@ -152,27 +160,29 @@ class Method:
         if responses_have_payloads and not self._endless:
             self.stall_timeout = backend.limits.stall_timeout
         self.latencies = latencies
-        # Calls and streams of requests are timed, so their metrics exist before the first call. A stream that only the
-        # server sends (WatchPolicy) is counted and not timed.
-        if latencies is not None and (self._client_streaming or not self._endless):
+        # The metric of a timed method must exist before the first call. An endless stream that only the server sends
+        # (WatchPolicy) is counted but not timed.
+        is_timed = self._client_streaming or not self._endless
+        if latencies is not None and is_timed:
             latencies.expect(self.name)
 
     def handler(self, traced: Callable[[str, Any], Any] | None) -> grpc.RpcMethodHandler[Any, Any]:
-        """The handler that gRPC calls. If the method is not endless, `traced` wraps its `respond` in spans."""
-        # By (the client streams, the server streams). No method has a stream of requests and a single response.
-        kinds = {
+        """Returns the handler that gRPC calls. If the method is not endless, `traced` wraps its `respond` in spans."""
+        # (whether the client streams, whether the server streams) -> the function that makes the handler. No method has
+        # a stream of requests and a single response.
+        handler_makers = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,
             (True, True): grpc.stream_stream_rpc_method_handler,
         }
-        make_handler = kinds[self._client_streaming, self._server_streaming]
+        make_handler = handler_makers[self._client_streaming, self._server_streaming]
         respond: Callable[..., Any] = self.respond
         if traced is not None and not self._endless:
             respond = traced(self.name, self.respond)
         return make_handler(respond, self.parse, self.serialize)
 
     def parse(self, data: bytes) -> Any:
-        """The request in `data`, or the DecodeError if the bytes are no such message.
+        """Parses the request in `data`. If the bytes are no such message, returns the DecodeError instead.
 
         If this raised the error, gRPC would log a traceback for each bad message, and end the call with UNKNOWN.
         """
@@ -182,7 +192,10 @@ class Method:
             return error
 
     async def respond(self, request: Any, context: Context) -> Any:
-        """Answers a call of gRPC. If the client sends a stream, `request` is unused: the call reads the requests."""
+        """Answers a call that comes from gRPC.
+
+        If the client sends a stream, `request` is not used, because the method reads the requests through the call.
+        """
         try:
             return await self.answer(request, Call(self, context))
         except Refused as refusal:
@@ -192,8 +205,11 @@ class Method:
             await context.abort(_STATUS[refusal.code], refusal.message, metadata)
 
     async def answer(self, request: Any, call: Call) -> Any:
-        """The response to one request, or None after all responses of a stream. Raises Refused."""
-        code = "UNKNOWN"  # gRPC's status of a call that ends with any other exception
+        """Runs the method for one call. Returns the response, or None if the method has sent a stream of responses.
+
+        Raises Refused if the method does.
+        """
+        code = "UNKNOWN"  # gRPC's status of a call that ends with an exception that is not handled below
         began = time.perf_counter()
         try:
             with self._backend.calls.counted(self.name, self._endless):
@@ -211,9 +227,9 @@ class Method:
             raise
         finally:
             if call.carrier is not None:
-                # After any other end, the client may have left bytes in the ring unread.
-                ended_well = code == "OK" and not self._endless
-                call.carrier.close(reuse_writer=ended_well)
+                # If the call was endless, or ended with an error, the client may have left bytes in the ring unread.
+                client_has_read_all = code == "OK" and not self._endless
+                call.carrier.close(reuse_writer=client_has_read_all)
             if self.latencies is not None:
                 seconds = None if self._endless else time.perf_counter() - began
                 self.latencies.ended(self.name, code, seconds)
@@ -232,13 +248,17 @@ class Multiplex:
             await call.write(await self._respond(request, call))
 
     async def _respond(self, request: pb.CallRequest, call: Call) -> pb.CallResponse:
-        """The response of one call. If the call is refused, the response says so, and the stream goes on."""
+        """Runs one call and returns its response.
+
+        If the call is refused, the response says so, and the stream goes on.
+        """
         try:
             if request.method not in SHORT_METHODS:
                 raise invalid(f"method {request.method[:100]!r}: one of {', '.join(SHORT_METHODS)}")
             method = self._methods[request.method]
-            # Counted and timed as a call of `method`, although it runs within this call.
-            response = await method.answer(method.parse(request.request), call)
+            # This is counted and timed as a call of `method`, although it runs within this call of Multiplex.
+            parsed = method.parse(request.request)
+            response = await method.answer(parsed, call)
         except Refused as refusal:
             if refusal.code is Code.UNAUTHENTICATED:  # the token was revoked, which ends the stream
                 raise
@@ -250,8 +270,8 @@ def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Call
     """Decorates a method so that a repeated request, which has the same `request` id, gets the first answer again.
 
     A request and its retries therefore have the effect of one call, also after a broken connection or, in durable mode,
-    after a kill of the server. The response waits until everything that the method changed is written. The method must
-    not wait after its change, so that one commit writes the change and the answer.
+    after a kill of the server. The response is sent only when everything that the method changed is written. The method
+    must not await anything after its change, so that one commit writes the change and the answer.
     """
 
     def decorate(method: Callable[..., Awaitable[M]]) -> Callable[..., Awaitable[M]]:
@@ -264,11 +284,10 @@ def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Call
                 await self.backend.durable()
                 return response
             digest = _digest(request)
-            # None: this is the first request with the id.
             answer = first_answer(buffer, request.request, digest)
             if answer is not None:
                 response = response_type.FromString(answer)
-            else:
+            else:  # this is the first request with the id
                 response = await method(self, request, call)
                 buffer.answers.remember([request.request], (digest, response.SerializeToString()))
             await self.backend.durable()
@@ -280,31 +299,36 @@ def once(response_type: type[M]) -> Callable[[Callable[..., Awaitable[M]]], Call
 
 
 def _digest(request: Message) -> bytes:
-    """A hash of the request's content, and the name of its type, by which two requests with one id are compared."""
-    content = request.SerializeToString(deterministic=True)
-    return hashlib.blake2b(content, digest_size=8).digest() + type(request).__name__.encode()
+    """A hash of the request's content, followed by the name of the request's type.
 
-
-def first_answer(buffer: ReplayBuffer, request: int, digest: bytes) -> bytes | None:
-    """The first answer to the request with this number; None if the request has not come before.
-
-    Raises Refused if the first request with this number had another `digest`, so that it was another request.
+    Two requests with one id count as the same request if their digests are equal.
     """
-    answer = buffer.answers.get(request)
+    content = request.SerializeToString(deterministic=True)
+    content_hash = hashlib.blake2b(content, digest_size=8).digest()
+    type_name = type(request).__name__.encode()
+    return content_hash + type_name
+
+
+def first_answer(buffer: ReplayBuffer, request_id: int, digest: bytes) -> bytes | None:
+    """The first answer to the request with this id; None if no request with this id has been answered.
+
+    Raises Refused if the first request with this id had another `digest`, because it was another request.
+    """
+    answer = buffer.answers.get(request_id)
     if answer is None:
         return None
     first_digest, first_response = answer
     if first_digest != digest:
-        raise invalid(f"request {request} was another request before: choose a new number for each")
+        raise invalid(f"request {request_id} was another request before: choose a new number for each")
     return first_response
 
 
 def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
-    """`first` with as many payload bytes as fit, then messages with the rest of the bytes.
+    """Yields `first` with as many payload bytes as fit, then messages with the rest of the bytes.
 
-    Each chunk is put whole into one message, so that the reader need not join it. Only a chunk of more than two
-    messages is divided, because otherwise the server would hold the whole chunk in memory for a client that does not
-    read.
+    Each chunk is put whole into one message, so that the reader need not join parts of a chunk. Only a chunk that is
+    larger than two messages is divided, because otherwise the server would hold the whole chunk in memory for a client
+    that does not read.
     """
     head = first
     chunks: list[bytes | memoryview] = []
@@ -321,7 +345,7 @@ def split_payloads(first: M, payloads: Iterable[Payload]) -> Iterator[Frame[M]]:
 
 
 def _short_chunks(payloads: Iterable[Payload]) -> Iterator[bytes | memoryview]:
-    """The chunks of payloads. A chunk of more than two messages is divided into parts of one message each."""
+    """Yields the chunks of payloads. A chunk larger than two messages is divided into parts of one message each."""
     for payload in payloads:
         for chunk in payload:
             if len(chunk) <= 2 * BYTES_PER_MESSAGE:

@@ -24,8 +24,8 @@ class PolicyMethods:
         self.buffer = backend.buffer
         admission = Admission.of(self.buffer)
         if admission is not None:
-            for when in admission.expiries():  # of grants from before a restart
-                self._expire_permits_at(when)
+            for expires in admission.expiries():  # the times at which grants from before a restart expire
+                self._expire_permits_at(expires)
 
     @once(pb.SetPolicyVersionResponse)
     async def SetPolicyVersion(self, request: pb.SetPolicyVersionRequest, call: Call) -> pb.SetPolicyVersionResponse:
@@ -37,14 +37,14 @@ class PolicyMethods:
             self.buffer.set_policy_version(
                 request.version,
                 request.weights,
-                request.rollback,
-                shard_index,
-                request.state,
+                rollback=request.rollback,
+                shard_index=shard_index,
+                state=request.state,
             )
         return pb.SetPolicyVersionResponse(policy=info.policy(self.buffer), draining=self.backend.draining)
 
     async def Describe(self, request: pb.DescribeRequest, call: Call) -> pb.DescribeResponse:
-        """Remembers the settings of the client, which people and `replay doctor` read."""
+        """Notes the settings that the client sends. People and `replay doctor` read them."""
         for name, value in request.settings.items():
             _check_text("setting", name, MAX_DESCRIPTION)
             _check_text(f"setting {name!r}", value, MAX_DESCRIPTION)
@@ -61,7 +61,7 @@ class PolicyMethods:
     async def WatchPolicy(self, request: pb.GetPolicyRequest, call: Call) -> None:
         """Sends the policy now and after each change, until the client ends the call.
 
-        Of several changes while a response is written, only the last one is sent.
+        If the policy changes several times while a response is written, only the last of these policies is sent.
         """
         changed = asyncio.Event()
         self.buffer.on_policy.add(changed.set)
@@ -74,56 +74,60 @@ class PolicyMethods:
             self.buffer.on_policy.discard(changed.set)
 
     async def AcquirePermits(self, request: pb.AcquirePermitsRequest, call: Call) -> pb.Permits:
-        """Waits until the permits can be granted, and grants them. The id of the request becomes that of the grant."""
+        """Waits until the permits can be granted, and grants them. The grant gets the id of the request."""
         admission = self._admission()
         self.buffer.check_open()
         if request.count > MAX_ROWS:
             raise invalid(f"{request.count} permits: at most {MAX_ROWS} in one request")
         timeout = request.timeout if request.HasField("timeout") else None
-        until = deadline_at(self.buffer.clock(), timeout)
-        # A request with the id of a grant that still runs gets this grant again, at once.
-        pending = admission.acquire(request.count, until, request.request, _shard_index_in(request))
+        deadline = deadline_at(self.buffer.clock(), timeout)
+        shard_index = _shard_index_in(request)
+        # If the id of the request is the id of a grant that has not expired, this returns that grant without a wait.
+        pending = admission.acquire(request.count, deadline, request.request, shard_index)
         try:
             with self.backend.clients.calling(call.context, ClientRole.GENERATOR):
                 grant = await result_of(pending, self.buffer.clock(), admission.time_out, admission.abandon)
                 await self.backend.durable()
         except BaseException:
-            admission.abandon(pending)  # the client does not hear of the grant: releases its permits, or ends the wait
+            # The client does not hear of a grant. So this releases the permits, or ends the wait for them.
+            admission.abandon(pending)
             raise
         self._expire_permits_at(grant.expires)
         return pb.Permits(grant=grant.id, count=grant.count, ttl=admission.config.permit_ttl)
 
     @once(pb.ReleasePermitsResponse)
     async def ReleasePermits(self, request: pb.ReleasePermitsRequest, call: Call) -> pb.ReleasePermitsResponse:
-        """Releases permits of a grant that the client does not use."""
-        released = self._admission().release(request.grant, request.count, request.moved)
+        """Releases permits of a grant, because the client does not use them."""
+        released = self._admission().release(request.grant, request.count, moved=request.moved)
         return pb.ReleasePermitsResponse(released=released)
 
     def _admission(self) -> Admission:
-        """The admission of the server. Raises Refused if the configuration has no [admission]."""
+        """Returns the admission of the server. Raises Refused if the configuration has no [admission]."""
         admission = Admission.of(self.buffer)
         if admission is None:
             raise unsupported("this server has no [admission] in its configuration")
         return admission
 
     def _expire_permits_at(self, when: float) -> None:
-        """Makes the event loop call `Admission.expire` at this time of the buffer's clock."""
-        # A millisecond later, because the clocks of loop and buffer round differently. An early call would expire
-        # nothing.
+        """Makes the event loop call `Admission.expire` at the time `when` of the buffer's clock."""
+        # The call comes a millisecond later, because the clocks of the loop and of the buffer round differently. A call
+        # that comes too early would expire nothing.
         seconds = when - self.buffer.clock() + 0.001
         asyncio.get_running_loop().call_later(seconds, self._admission().expire)
 
 
 def _shard_index_in(request: pb.SetPolicyVersionRequest | pb.AcquirePermitsRequest) -> ShardIndex | None:
-    """The shard index that the client sends; None if it sends none. Raises Refused."""
-    # 0 of 0 shards if the client sends none, which passes the check.
+    """Returns the shard index that the client sends; None if it sends none. Raises Refused if it is impossible."""
+    if not request.HasField("shard_index"):
+        return None
     shard_index = ShardIndex(request.shard_index.index, request.shard_index.shards)
+    # With 0 shards, the number must be 0.
     if shard_index.shards > MAX_SERVERS or shard_index.number >= max(1, shard_index.shards):
         raise invalid(
             f"shard index {shard_index.number} of {shard_index.shards} shards: below them, which are at most "
             f"{MAX_SERVERS}"
         )
-    return shard_index if request.HasField("shard_index") else None
+    return shard_index
 
 
 def _check_text(what: str, text: str, most: int) -> None:

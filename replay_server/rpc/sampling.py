@@ -1,24 +1,25 @@
 """Sampling: draws batches for readers, sends them, and requeues the batches that readers do not acknowledge.
 
-A reader asks for batches with draws, each under an id that the reader chooses at random. One stream (`Draw`) carries
-any number of draws at once, and the ids of the batches that the reader acknowledges, requeues or renews:
+A reader asks for a batch with a draw, under an id that the reader chooses at random. The batch has the same id. One
+stream (`Draw`) carries any number of draws at once, and the ids of batches that the reader acknowledges, requeues or
+renews:
 
     reader ──draw 1, draw 2─────────▶ server    each draw waits in the line of its table
     reader ◀──rows of 2, rows of 1─── server    both batches are outstanding, until exactly one call ends each
     reader ──acknowledge 2, draw 3──▶ server    all bytes of batch 2 have arrived, and the reader uses the batch
-    reader ◀──done: 2─────────────── server    batch 2 counts as sampled; or "missing": an item in it became stale
+    reader ◀──done: 2─────────────── server    batch 2 counts as sampled (if an item in it became stale: "missing: 2")
 
 The ids make it safe to repeat messages. A reader whose stream broke does not know which messages the server received,
-and sends the same ids on its next stream. A repeated draw requeues the batch that its first attempt has drawn. For this
-purpose `OpenDraws` knows the draws of all streams. If a reader acknowledges or requeues a batch again that it has ended
-already, the server recognises the id (`Remembered`), also after a restart.
+so it sends the same ids on its next stream. If the server receives a draw again, it first requeues the batch that it
+has drawn for the first attempt. So `OpenDraws` has the draws of all streams. If a reader repeats the acknowledgement or
+the requeue of a batch, the server recognises the id of the batch (`Remembered`), also after a restart.
 
 * A drawn batch is outstanding until exactly one call ends it, whatever its client does.
 * The payloads of a batch stay in storage until they are sent, even if the batch ends before that.
-* In durable mode the server confirms an acknowledgement only after it is written.
+* In durable mode the server confirms an acknowledgement only after the acknowledgement is written to disk.
 * A batch that is neither acknowledged nor leased when its stream ends is requeued at once.
 
-The call `Sample` is one draw without a stream, for clients that need only one.
+The call `Sample` is one draw without a stream, for clients that need only one batch.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ from replay_server.tables.waiting import deadline_at
 Response = Frame[pb.SampleResponse]
 
 _LEAST_ID = 1 << 32
-"""The least id of a draw. Smaller ids are not random: two clients would soon choose the same id, and each would requeue
-the batches of the other."""
+"""The least id of a draw. A client that sends a smaller id has probably not chosen it at random. Two such clients would
+soon use the same id, and each would requeue the batches of the other. So smaller ids are refused."""
 
 MAX_UNANSWERED = 1024
-"""Answers of one stream that a slow reader has not read. At this number the stream reads no further requests."""
+"""The most answers of one stream that wait to be sent to a slow reader. At this number, the server reads no further
+requests of the stream."""
 
 
 class SampleMethods:
@@ -67,29 +69,30 @@ class SampleMethods:
         self.draws = OpenDraws(backend)
 
     async def Sample(self, request: pb.SampleRequest, call: Call) -> None:
-        """Draws one batch, sends it, and acknowledges it, or leases it if the request asks for a lease.
+        """Draws one batch and sends it. Then acknowledges the batch, or leases it if the request asks for a lease.
 
-        If the call ends before that, the batch is requeued.
+        If the call ends before the acknowledgement or the lease, the batch is requeued.
         """
         backend = self.backend
         draws = self.draws
         ready = asyncio.Event()
         is_leased = False
+        role = _role(backend, request.table)
         # Until the block ends, the client counts as connected.
-        with backend.clients.calling(call.context, _role(backend, request.table)):
-            # `ready` is set when the batch is drawn or has failed. `responses` raises the error of a batch that failed.
+        with backend.clients.calling(call.context, role):
+            # `ready` is set when the batch is drawn, or cannot be drawn. If it cannot, `responses` raises the error.
             draw = draws.begin(request, call.client, on_ready=lambda _: ready.set(), stream=None)
             try:
                 while (responses := draws.responses(draw)) is None:
                     await ready.wait()
                     ready.clear()
-                # A batch has at least one message. The last one is held back, until the batch is acknowledged.
+                # A batch has at least one message. The loop sends all messages except the last one.
                 last = next(responses)
                 for response in responses:
                     await call.write(last)
                     last = response
-                # A reader that has the last message may rely on the batch, even if the server is killed then. In
-                # durable mode the acknowledgement is therefore written before that message is sent.
+                # A reader that has the last message may rely on the batch, even if the server is killed then. So in
+                # durable mode the acknowledgement is written to disk before the last message is sent.
                 if not request.lease and backend.is_durable:
                     await backend.durable()  # raises Refused if the disk fails, before anything is acknowledged
                     draws.acknowledge(draw)
@@ -99,10 +102,10 @@ class SampleMethods:
                     is_leased = True
                     draws.lease(draw, request.lease)
                 else:
-                    draws.acknowledge(draw)  # has no effect in durable mode, in which it is done
+                    draws.acknowledge(draw)  # no effect in durable mode, in which the batch is acknowledged above
             finally:
                 if not is_leased:
-                    draws.drop(draw)  # no effect on a draw that was acknowledged
+                    draws.drop(draw)  # no effect if the batch was acknowledged
 
     async def Draw(self, call: Call) -> None:
         """Serves a stream of draws."""
@@ -111,7 +114,10 @@ class SampleMethods:
 
     @once(pb.MutationResponse)
     async def ConsumeItems(self, request: pb.ConsumeItemsRequest, call: Call) -> pb.MutationResponse:
-        """Draws and acknowledges items without sending them: their reader has used them, but its lease has ended."""
+        """Draws and acknowledges items without sending them.
+
+        Their reader has used the items already, but cannot acknowledge its batch, because its lease has ended.
+        """
         if len(request.keys) > MAX_KEYS:
             raise invalid(f"{len(request.keys)} keys: at most {MAX_KEYS} in one request")
         buffer = self.backend.buffer
@@ -121,12 +127,13 @@ class SampleMethods:
         missing = table.columns.absent(keys)
         batch_id = buffer.outstanding.draw_keys(table, np.array(keys, dtype=np.uint64))
         if batch_id:  # 0: the table has none of the items
-            buffer.acknowledge(batch_id, sent=True)  # `sent`: the reader has used the items, however stale they are
+            # `sent`: the items count as sampled even if they are too stale, because the reader has used them.
+            buffer.acknowledge(batch_id, sent=True)
         return pb.MutationResponse(applied=len(keys) - len(missing), missing=missing)
 
 
 def _role(backend: Backend, table: str) -> ClientRole:
-    """The role of clients that sample this table.
+    """Returns the role of clients that sample this table.
 
     Archivers sample copies, generators sample prompts or partial groups, and trainers sample all other tables.
     """
@@ -142,13 +149,13 @@ def _role(backend: Backend, table: str) -> ClientRole:
 
 
 def _check_lease(seconds: float) -> None:
-    """Raises Refused if a lease cannot last `seconds`."""
+    """Raises Refused if a lease may not last `seconds`."""
     if not 0 <= seconds <= MAX_LEASE:
         raise invalid(f"lease must be a number of seconds from 0 to {MAX_LEASE:g}, not {seconds}")
 
 
-def _wanted(request: pb.SampleRequest) -> SampleRequest:
-    """The draw, as the tables need it. Raises Refused if the draw asks for more than is allowed."""
+def _table_request(request: pb.SampleRequest) -> SampleRequest:
+    """Converts a draw to the request that tables serve. Raises Refused if the draw asks for more than is allowed."""
     _check_lease(request.lease)
     if request.num_samples > MAX_ROWS:
         raise invalid(f"num_samples {request.num_samples}: at most {MAX_ROWS} in one request")
@@ -156,7 +163,8 @@ def _wanted(request: pb.SampleRequest) -> SampleRequest:
         raise invalid(f"{len(request.exclude)} keys to exclude: at most {MAX_EXCLUDE} in one request")
     if len(request.scope) > MAX_SCOPE:
         raise invalid(f"a scope of {len(request.scope)} characters: at most {MAX_SCOPE}")
-    if len({rows.value for rows in request.values}) < len(request.values):
+    distinct_values = {entry.value for entry in request.values}
+    if len(distinct_values) < len(request.values):
         raise invalid("values of a draw name a value twice: give the rows of each value once")
     if request.id and not _LEAST_ID <= request.id <= MOST_ID:
         raise invalid(f"id {request.id} of a draw: choose 63 random bits, and at least {_LEAST_ID}")
@@ -168,7 +176,7 @@ def _wanted(request: pb.SampleRequest) -> SampleRequest:
         scope=request.scope,
         exclude=frozenset(request.exclude),
         id=request.id or new_id(),  # a call of `Sample` needs no id
-        values=tuple(ValueRows(rows.value, rows.rows, rows.share) for rows in request.values),
+        values=tuple(ValueRows(entry.value, entry.rows, entry.share) for entry in request.values),
     )
 
 
@@ -178,27 +186,31 @@ class OpenDraw:
 
     request: pb.SampleRequest
     wanted: SampleRequest
-    """The batch that `request` asks for, as tables need it. Has the id of the draw."""
+    """The same request in the form that tables serve. Its id is the id of the draw, even if `request` has none."""
     client: str
     """The connection of the reader."""
     deadline: float
-    """The end of its wait, by the clock of the buffer."""
+    """The time at which the draw stops waiting for a batch, by the clock of the buffer."""
     on_ready: Callable[[OpenDraw], None]
     """Called when the batch is drawn, or cannot be drawn. The call comes in the middle of a change of the buffer, so
-    the function may only note it."""
+    the function may change nothing, and only note that the draw is ready."""
     stream: DrawResponder | None
-    """The stream whose end also ends the draw; None: the draw is leased, or has a call of its own."""
+    """The stream whose end also ends the draw; None: the draw is leased, or was made by a call of `Sample`."""
     pending: PendingSample | None = None
-    """The request in the line of its table, and then its batch; None: the draw is leased since before a restart."""
+    """Waits in the line of the table, and then has the batch; None: the batch was leased before a restart."""
     share: ExitStack = field(default_factory=ExitStack)
-    """Holds the share of this draw in the samples that clients may have outstanding."""
+    """Holds the part of the budget `Backend.outstanding` that this draw uses, and gives it back when it is closed."""
     timer: asyncio.TimerHandle | None = None
-    """Ends the wait at its deadline. After the batch is sent, ends the lease."""
+    """Ends the wait at the deadline. When the batch is leased, a new timer requeues it at the end of the lease."""
     ended: bool = False
+    """True if the batch was acknowledged or requeued, or if the draw was ended before it got a batch."""
 
     @property
     def in_use(self) -> bool:
-        """True if the reader uses the batch already. Then the batch stays valid even if its rows become too stale."""
+        """True if the reader uses the batch already, or will as soon as it arrives.
+
+        Then the batch stays valid even if its rows become too stale.
+        """
         return self.stream is None or self.request.lease > 0
 
 
@@ -210,11 +222,17 @@ class OpenDraws:
         self._buffer = backend.buffer
         self.by_id: dict[int, OpenDraw] = {}
         self._buffer.outstanding.on_closed = self._closed
-        # Batches whose leases were recorded before a restart. Each lease begins anew.
+        # These leases were recorded before a restart. Each of them begins anew.
         for batch_id, seconds in self._buffer.outstanding.leased.items():
-            # Nothing is drawn or sent any more, so only the id of the draw is used.
-            wanted = SampleRequest(1, 1, id=batch_id)
-            draw = OpenDraw(pb.SampleRequest(), wanted, "", 0.0, lambda _: None, None)
+            # For this draw nothing is drawn or sent any more, so only its id is used.
+            draw = OpenDraw(
+                request=pb.SampleRequest(),
+                wanted=SampleRequest(num_samples=1, min_samples=1, id=batch_id),
+                client="",
+                deadline=0.0,
+                on_ready=lambda _: None,
+                stream=None,
+            )
             self.by_id[batch_id] = draw
             self.lease(draw, seconds)
         self.check()
@@ -226,11 +244,11 @@ class OpenDraws:
         on_ready: Callable[[OpenDraw], None],
         stream: DrawResponder | None,
     ) -> OpenDraw:
-        """Puts a draw into the line of its table.
+        """Begins a draw: puts it into the line of its table. Ends an earlier draw with the same id.
 
-        Raises Refused for a draw that can never be served, or whose id belongs to a draw that has ended.
+        Raises Refused if the draw can never be served, or if its batch was acknowledged or requeued already.
         """
-        wanted = _wanted(request)
+        wanted = _table_request(request)
         timeout = request.timeout if request.HasField("timeout") else None
         deadline = deadline_at(self._buffer.clock(), timeout)
         outstanding = self._buffer.outstanding
@@ -238,7 +256,7 @@ class OpenDraws:
             raise invalid(f"draw {wanted.id} has ended: choose a new id for each draw")
         previous_attempt = self.by_id.get(wanted.id)
         if previous_attempt is not None:
-            self.drop(previous_attempt)  # the reader asks again, because it did not receive the whole answer
+            self.drop(previous_attempt)  # the reader repeats the draw, because it did not receive the whole answer
         draw = OpenDraw(
             request=request,
             wanted=wanted,
@@ -253,12 +271,12 @@ class OpenDraws:
         return draw
 
     def responses(self, draw: OpenDraw) -> Iterator[Response] | None:
-        """The messages of the batch. None: the draw waits, or waits again because an item was damaged.
+        """Returns the messages of the batch; None: the draw waits, or waits again because an item was damaged.
 
-        Raises Refused, and ends the draw, if there will be no batch. The iterator raises it as well, if it reads a
-        damaged item after the first messages were sent.
+        Raises Refused, and ends the draw, if there will be no batch. The iterator does the same if it finds a damaged
+        item after it has yielded messages.
         """
-        if draw.ended:  # by `begin`, for a request with the same id
+        if draw.ended:  # `begin` has ended it for a later draw with the same id
             raise try_again("the same draw was asked for again, and the new request gets the batch")
         assert draw.pending is not None
         if not draw.pending.done:
@@ -273,26 +291,28 @@ class OpenDraws:
     def set_ahead(self, draw: OpenDraw, ahead: bool) -> None:
         """Notes whether the draw is made ahead, which means that nobody waits for its batch yet.
 
-        The lines of a table do not count a draw as waiting while it is ahead.
+        While a draw is ahead, the line of its table does not count it as waiting.
         """
         if draw.pending is not None:
             for line in draw.pending.lines:
                 line.set_ahead(draw.pending, ahead)
 
     def _read(self, draw: OpenDraw, batch: SampleBatch) -> Iterator[Response] | None:
-        """The messages of a batch; None: an item was damaged, so the draw waits again.
+        """Reads the first payloads of a batch, and returns its messages.
 
-        Raises Refused if the client has too many samples outstanding.
+        If an item is damaged, removes the item, lets the draw wait again, and returns None. Raises Refused if the
+        client has too many samples outstanding.
         """
+        # A batch stays outstanding after it is sent, except a batch of `Sample` without a lease.
         outlives_sending = draw.stream is not None or draw.request.lease
-        if outlives_sending:  # a batch of `Sample` without a lease is outstanding only while it is sent
+        if outlives_sending:
             # `backend.outstanding` is a budget of samples. The outstanding batches are in `buffer.outstanding`.
             share = self._backend.outstanding.held(draw.client, len(batch))
             draw.share.enter_context(share)
         keys: list[int] = batch.keys.tolist()
         try:
             # `batch.sizes` are the sizes at the draw, so the payloads end before segments that were appended since.
-            # This reads the first few MB of them. `_messages` reads the rest while the batch is sent.
+            # `read_payloads` reads the first few MB of the payloads now, and the rest while `_messages` iterates.
             payloads = read_payloads(self._buffer.storage, keys, batch.sizes.tolist())
         except DamagedPayloads as damage:
             draw.share.close()
@@ -303,7 +323,7 @@ class OpenDraws:
         return self._messages(draw, batch, keys, payloads)
 
     def _wait(self, draw: OpenDraw) -> None:
-        """Puts the draw into the line of its table. Its wait ends at its deadline. Raises Refused."""
+        """Puts the draw into the line of its table, until its deadline. Raises Refused if the buffer refuses it."""
         buffer = self._buffer
         pending = buffer.sample(draw.request.table, draw.wanted, draw.deadline)
         draw.pending = pending
@@ -312,14 +332,14 @@ class OpenDraws:
         left = draw.deadline - buffer.clock()
         if left <= 0:
             buffer.time_out(pending)  # no effect if the batch was drawn at once
-        if pending.done:  # with a batch, or with the error of the deadline
+        if pending.done:  # `pending` has a batch, or the error of a deadline that has passed
             draw.on_ready(draw)
             return
         pending.on_done = lambda: draw.on_ready(draw)
         self._set_timer(draw, left, buffer.time_out, pending)
 
     def _set_timer(self, draw: OpenDraw, seconds: float, act: Callable[[Any], None], argument: object) -> None:
-        """Calls `act(argument)` after `seconds` (infinite: never), and cancels the call that was planned before."""
+        """Replaces the timer of the draw by one that calls `act(argument)` after `seconds` (infinite: never)."""
         if draw.timer is not None:
             draw.timer.cancel()
             draw.timer = None
@@ -329,9 +349,9 @@ class OpenDraws:
     def _messages(
         self, draw: OpenDraw, batch: SampleBatch, keys: list[int], payloads: Iterator[Payload]
     ) -> Iterator[Response]:
-        """Yields the messages of a batch, and reads the payloads on the way.
+        """Yields the messages of a batch, and reads its payloads one after the other.
 
-        Ends the draw, and raises Refused, if a payload is damaged.
+        If a payload is damaged, ends the draw, and raises Refused.
         """
         first = pb.SampleResponse(
             batch=draw.wanted.id,
@@ -346,39 +366,46 @@ class OpenDraws:
             payload_sizes=batch.sizes.tolist(),
         )
         if self._buffer.items.tagged:
-            first.tags.extend(tags_message(self._buffer.items.labels(keys) or ()))  # None: no item has labels
+            labels = self._buffer.items.labels(keys) or ()  # `labels` returns None if no item has labels
+            first.tags.extend(tags_message(labels))
         self.tell_weight(draw.request, first)
-        # The payloads of a batch of several messages are read while the batch is sent. The batch may end meanwhile, so
-        # its items are held here: the storage deletes no payload of an item that is held.
+        # If a batch has several messages, its payloads are read while it is sent. The batch may end during that time,
+        # so this function holds the items, because the storage deletes no payload of an item that is held.
         held = keys if batch.sizes.sum() > BYTES_PER_MESSAGE else []
         self._buffer.items.hold(held)
         try:
             yield from split_payloads(first, payloads)
-        except DamagedPayloads as damage:  # a part of the batch may be sent already, so that the call cannot go on
+        except DamagedPayloads as damage:  # a part of the batch may be sent already, so the draw cannot wait again
             self.drop(draw)
             raise self._buffer.refuse_damaged(damage) from None
         finally:
             self._buffer.release(held)
 
     def tell_weight(self, request: pb.SampleRequest, response: pb.SampleResponse) -> None:
-        """Adds the weight of the table to the response, if the draw asks for it. Raises Refused.
+        """Adds the weight of the table to the response, if the draw asks for it. Raises Refused if there is no table.
 
         A client of several servers divides its next draws among the servers by these weights.
         """
-        if request.weigh:
-            # The weight counts the items that a draw of one sample could return.
-            wanted = SampleRequest(1, 1, scope=request.scope, exclude=frozenset(request.exclude))
-            weight = self._buffer.table(request.table).weigh(wanted)
-            response.weight.CopyFrom(pb.Weight(**weight))
+        if not request.weigh:
+            return
+        # The weight counts the items that a draw of one sample could return.
+        one_sample = SampleRequest(
+            num_samples=1,
+            min_samples=1,
+            scope=request.scope,
+            exclude=frozenset(request.exclude),
+        )
+        weight = self._buffer.table(request.table).weigh(one_sample)
+        response.weight.CopyFrom(pb.Weight(**weight))
 
     # ------------------------------------------------------------------------------------------ how a draw ends
 
     def end(self, draw_id: int, *, requeue: bool) -> bool:
-        """Ends a draw as its reader asks: acknowledges the batch, or requeues it.
+        """Acknowledges the batch of a draw or, with `requeue`, requeues it, because its reader asks for this.
 
-        Returns True if the draw has ended in this way, now or at an earlier call. Returns False if it has ended in
-        another way. An acknowledgement also returns False if the draw still waits, or if an item became too stale
-        before the reader used the batch, which is then requeued.
+        Returns True if the draw has ended as the reader asks, now or at an earlier call. Returns False if it has ended
+        in another way, and for an unknown id. Without `requeue`, also returns False if the draw still waits, or if an
+        item became too stale before the reader used the batch, which is then requeued.
         """
         draw = self.by_id.get(draw_id)
         if draw is None:
@@ -391,7 +418,7 @@ class OpenDraws:
             self._remove(draw)
             self._buffer.requeue(draw_id, by_reader=True)  # remembers the id, because the reader may repeat the request
         else:
-            self.drop(draw)  # the draw still waits, so its wait ends
+            self.drop(draw)  # the draw has no batch yet, so this ends its wait
         return True
 
     def acknowledge(self, draw: OpenDraw) -> bool:
@@ -405,10 +432,10 @@ class OpenDraws:
         return self._buffer.acknowledge(draw.wanted.id, sent=draw.in_use)
 
     def renew(self, draw_id: int, seconds: float) -> bool:
-        """Leases a batch for `seconds` from now on. Its reader uses the batch, which therefore stays valid.
+        """Leases a batch for `seconds` from now on. The batch then stays valid, because its reader uses it.
 
-        Returns True also if the reader has acknowledged the batch. Returns False if the draw has no batch, or if an
-        item became too stale before the reader used the batch, which is then requeued.
+        Returns True if the batch is leased now, or was acknowledged before. Returns False if the draw has no batch, or
+        if an item became too stale before the reader used the batch, which is then requeued.
         """
         draw = self.by_id.get(draw_id)
         if draw is None:
@@ -422,11 +449,11 @@ class OpenDraws:
         return True
 
     def lease(self, draw: OpenDraw, seconds: float) -> None:
-        """Leases a batch: it outlives its stream, and is requeued after `seconds`.
+        """Leases a batch: requeues it after `seconds`. Until then it stays outstanding, even if its stream ends.
 
-        Only `renew` also records the lease, so that it outlives a restart of the server.
+        This lease is lost if the server restarts. Only `renew` also records the lease on disk.
         """
-        if draw.ended:  # while its last message was sent
+        if draw.ended:  # it has ended while its last message was sent
             return
         self._set_timer(draw, seconds, self.drop, draw)
         if draw.stream is not None:
@@ -434,20 +461,21 @@ class OpenDraws:
             draw.stream = None
 
     def drop(self, draw: OpenDraw) -> None:
-        """Ends a draw whose batch nobody wants any more: requeues its batch, or ends its wait."""
+        """Ends a draw whose batch nobody wants any more: requeues the batch or, if there is none, ends the wait."""
         if draw.ended:
             return
         self._remove(draw)
         if self._is_drawn(draw):
             self._buffer.requeue(draw.wanted.id)
-        elif draw.pending is not None and not draw.pending.done:  # otherwise the wait has failed, and nothing is left
+        elif draw.pending is not None and not draw.pending.done:  # if it is done, its wait has failed already
             self._buffer.abandon(draw.pending)
-            draw.on_ready(draw)  # a call of `Sample` that waits for the draw learns that the draw has ended
+            draw.on_ready(draw)  # so that a call of `Sample` that waits for the draw sees that the draw has ended
 
     def check(self) -> None:
         """Asserts that each outstanding batch belongs to a draw that has not ended and does not wait.
 
-        Asserts also that the draws with a recorded lease belong to no stream, whose end would requeue their batches.
+        Asserts also that no draw with a recorded lease belongs to a stream, because the end of the stream would requeue
+        the batch.
         """
         outstanding = self._buffer.outstanding
         assert outstanding.by_id.keys() <= self.by_id.keys(), outstanding.by_id.keys() - self.by_id.keys()
@@ -460,16 +488,17 @@ class OpenDraws:
             assert self.by_id[draw_id].stream is None, draw_id
 
     def _closed(self, batch_id: int) -> None:
-        """Ends the draw of a batch that an insert has acknowledged."""
+        """Ends the draw of a batch that an insert has closed, which has also acknowledged the batch."""
         draw = self.by_id.get(batch_id)
         if draw is not None:
             self._remove(draw)
 
     def _is_drawn(self, draw: OpenDraw) -> bool:
+        """True if the draw has a batch, which is outstanding."""
         return draw.wanted.id in self._buffer.outstanding.by_id
 
     def _remove(self, draw: OpenDraw) -> None:
-        """Marks a draw as ended, and forgets it. The caller ends its batch or its wait."""
+        """Marks a draw as ended, and forgets it. The caller must also end the batch or the wait of the draw."""
         draw.ended = True
         self.by_id.pop(draw.wanted.id, None)
         if draw.timer is not None:
@@ -480,10 +509,10 @@ class OpenDraws:
 
 
 class DrawResponder:
-    """Serves one stream: begins its draws, sends one batch after the other, and ends draws as the reader says."""
+    """Serves one stream: begins its draws, sends one batch after the other, and ends draws as the reader asks."""
 
     def __init__(self, backend: Backend, draws: OpenDraws, call: Call, on_message: OnMessage) -> None:
-        """`on_message` notes each message of the reader, and the role that the message shows."""
+        """`on_message` is called for each message of the reader, with the role that the message shows."""
         self._backend = backend
         self._buffer = backend.buffer
         self._draws = draws
@@ -492,26 +521,26 @@ class DrawResponder:
         self.awaited = True
         """True while somebody waits for the draws of this stream."""
         self._own_draws: dict[int, OpenDraw] = {}
-        """The draws that end with this stream, by id."""
+        """By id: the draws of this stream that have not ended and are not leased. They end when the stream ends."""
         self._ready: OrderedDict[int, OpenDraw] = OrderedDict()
-        """Draws that have a batch or an error. Only the draw that is being sent has payloads in memory."""
+        """By id: the draws whose batch or error is to be sent. The payloads of a batch are read when it is sent."""
         self._answers: deque[pb.SampleResponse] = deque()
         """Messages without a batch that are to be sent: answers to acknowledgements, errors and weights."""
         self._answered = asyncio.Event()
-        """Set when an answer was sent."""
+        """Set when an answer was sent, because `_read` may wait for this."""
         self._work = asyncio.Event()
         """Set when there is something to send, or the reader has ended the stream."""
 
     async def run(self) -> None:
-        """Serves the stream until the reader ends it. Raises Refused."""
+        """Serves the stream until its reader ends it. Raises Refused if a message or a batch is damaged."""
         reading = asyncio.create_task(self._read())
-        reading.add_done_callback(lambda _: self._work.set())  # the loop below then sees that the reading has ended
+        reading.add_done_callback(lambda _: self._work.set())  # wakes the loop below, which then sees the end
         try:
             while True:
                 await self._work.wait()
                 self._work.clear()
                 while self._answers or self._ready:
-                    while self._answers:  # short, so they come before the next batch
+                    while self._answers:  # answers are short, so they are sent before the next batch
                         answer = self._answers.popleft()
                         await self._call.write(Frame(answer, ()))
                         self._answered.set()
@@ -524,29 +553,31 @@ class DrawResponder:
                     return
         finally:
             reading.cancel()
-            # Drops the draws before the first await: a second cancellation at an await would skip what follows.
+            # Drops the draws before the first await, because another cancellation at an await would skip the rest.
             for draw in list(self._own_draws.values()):
                 self._draws.drop(draw)
             await asyncio.gather(reading, return_exceptions=True)
 
     def forget(self, draw: OpenDraw) -> None:
-        """Removes a draw that has ended, or is leased now."""
+        """Removes a draw from this stream, because the draw has ended or is leased now."""
         self._own_draws.pop(draw.wanted.id, None)
 
     async def _read(self) -> None:
-        """Reads the requests of the stream, and does what they ask for. Batches and answers are sent by `run`."""
+        """Reads the requests of the stream, and does what they ask for. `run` sends the batches and the answers."""
         while (request := await self._call.read()) is not None:
-            # Only a draw shows the role of the client, by its table.
+            # Only a request with a draw shows the role of the client, by the table of the draw.
             role = _role(self._backend, request.draw.table) if request.HasField("draw") else None
             self._on_message(role)
-            while len(self._answers) >= MAX_UNANSWERED:  # the reader is slow: wait until it has read answers
+            # If the reader is slow, this waits until `run` has sent answers.
+            while len(self._answers) >= MAX_UNANSWERED:
                 self._answered.clear()
                 await self._answered.wait()
             if request.HasField("awaited"):
                 self._set_awaited(request.awaited)
             answer = None
+            # This comes before the new draw, because draws that end make room for it (MAX_DRAWS).
             if request.acknowledge or request.requeue or request.renew:
-                answer = self._end(request)  # before the draw: draws that end make room for new draws (MAX_DRAWS)
+                answer = self._end(request)
             if request.HasField("draw"):
                 self._begin(request.draw)
             if answer is not None:
@@ -557,13 +588,13 @@ class DrawResponder:
                 self._answer(answer)
 
     def _set_awaited(self, awaited: bool) -> None:
-        """Notes whether somebody waits for the draws of this stream, those under way included."""
+        """Notes whether somebody waits for the draws of this stream, for present and future draws."""
         self.awaited = awaited
         for draw in self._own_draws.values():
             self._draws.set_ahead(draw, ahead=not awaited)
 
     def _begin(self, request: pb.SampleRequest) -> None:
-        """Begins a draw. A draw that is refused is answered with its error, and the stream goes on."""
+        """Begins a draw. If the draw is refused, answers with the error, and the stream goes on."""
         try:
             if not request.id:
                 raise invalid("a draw on a stream has an id, by which its batch is acknowledged: choose 63 random bits")
@@ -575,11 +606,11 @@ class DrawResponder:
             draw = self._draws.begin(request, self._call.client, self._on_ready, stream=self)
             self._own_draws[draw.wanted.id] = draw
         except Refused as refusal:
-            self._answer(_refused(refusal, request.id))
+            self._answer(_refused(refusal, batch=request.id))
 
     def _answer_weight(self, request: pb.SampleRequest) -> None:
         """Answers a draw of no samples, which only asks for the weight of the table. Raises Refused."""
-        _wanted(request)  # raises Refused for a wrong request; the result is not needed
+        _table_request(request)  # raises Refused for a wrong request; the result is not needed
         self._buffer.check_open()
         answer = pb.SampleResponse(batch=request.id)
         self._draws.tell_weight(request, answer)
@@ -596,15 +627,15 @@ class DrawResponder:
     def _responses_of(self, draw: OpenDraw) -> Iterator[Response]:
         """Yields the messages of a draw that is ready, or one message with its error.
 
-        After the last message the lease begins, if the draw asks for one. Yields nothing if the draw has ended, or
+        After the last message the lease begins, if the draw asks for a lease. Yields nothing if the draw has ended, or
         waits again.
         """
-        if draw.ended:  # since it became ready
+        if draw.ended:  # it has ended after it became ready
             return
         try:
             responses = self._draws.responses(draw)
         except Refused as refusal:
-            yield Frame(_refused(refusal, draw.request.id), ())
+            yield Frame(_refused(refusal, batch=draw.request.id), ())
             return
         if responses is None:  # an item was damaged: the draw waits again, and `_on_ready` is called once more
             return
@@ -613,9 +644,9 @@ class DrawResponder:
             self._draws.lease(draw, draw.request.lease)
 
     def _end(self, request: pb.DrawRequest) -> pb.SampleResponse:
-        """Acknowledges, requeues and renews the draws that the request names.
+        """Acknowledges, requeues and renews the draws that the request names. Returns the answer.
 
-        The answer lists the draws for which this was done, and all others as missing.
+        The answer lists the draws for which this was done as `done`, and all others as `missing`.
         """
         try:
             _check_end(request)
@@ -645,6 +676,9 @@ def _check_end(request: pb.DrawRequest) -> None:
 
 
 def _refused(refusal: Refused, batch: int = 0) -> pb.SampleResponse:
-    """The message that says why a draw was refused or, with `batch` 0, a request to end draws."""
+    """Returns the message that says why the draw with the id `batch` was refused.
+
+    `batch` 0: the message says why a request to end or renew draws was refused.
+    """
     error = pb.RowError(code=refusal.code, message=refusal.message, reason=refusal.reason)
     return pb.SampleResponse(batch=batch, error=error)

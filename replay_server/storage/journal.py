@@ -1,27 +1,29 @@
 """Journal: group commit. One transaction writes the changes of all clients since the transaction before it.
 
-    record changes ──▶ collect, as of now ──▶ commit (on a thread) ──▶ wake all requests that wait
-          ▲                                           │
-          └───────── the server goes on ──────────────┘
+    clients change ──▶ the journal collects ──▶ a thread writes them ──▶ the requests that wait
+    the buffer         all changes, as of       in one transaction       for this commit respond
+         ▲             one moment                     │
+         └──── clients make changes for the next ─────┘
+               transaction while the thread writes
 
-A request that has changed something asks the journal for a ticket: the future of the next commit. The commit before
-that may still run on the journal's thread. When it has ended, the journal collects all changes that it did not write,
-as of one moment of the event loop, and writes them in one transaction. Clients go on meanwhile, and their changes
-belong to the transaction after that. One sync of the disk therefore serves a thousand clients at the cost of one, and a
-busy server commits more at once instead of more often. A transaction always leads from one state of the server to a
-later state, and never to half of a request. Counters, items and scopes therefore agree when a killed server starts
-again.
+A request that has changed something asks the journal for a ticket, which is the future of the next commit. The previous
+commit may still run on the journal's thread. When the previous commit has ended, the journal collects all changes that
+are not written yet, as of one moment of the event loop, and writes them in one transaction. Changes that clients make
+while this transaction is written belong to the transaction after it. So one sync of the disk can serve a thousand
+clients, and a busy server writes more with each commit instead of committing more often. A transaction always leads
+from one state of the server to a later state, and never to half of a request. Counters, items and scopes therefore
+agree when a killed server starts again.
 
 If very many items have changed, for example all priorities, their records are collected in slices, and other requests
-run in between. The changes that these requests make are collected again at the end, so the transaction as a whole
-still has the state of one moment: the moment of the last collection.
+run between two slices. The last collection adds the changes that these requests have made. So the transaction as a
+whole has the state of one moment, which is the moment of the last collection.
 
 * No client is told of a change before the change is written.
-* When a commit fails, the journal rolls back the inserts in it that were never drawn and closed no batch, and refuses
-  them. It writes everything else again with the next commit. Requests that wait for the failed commit fail with the
-  reason. A request that is repeated waits for the next commit.
-* A response may wait for a later commit than the commit that failed with its insert. The journal therefore remembers
-  the keys of inserts that it has rolled back, and each insert asks for them before it responds.
+* When a commit fails, the journal rolls back the inserts of this commit that were never drawn and closed no batch. It
+  keeps all other changes, and writes them with the next commit. The requests that wait for the failed commit fail with
+  the reason. If a client repeats such a request, the request waits for the next commit.
+* The response to an insert may wait for a later commit than the one that failed to write the insert. So the journal
+  remembers the keys of inserts that it has rolled back, and each insert asks `rolled_back` before it responds.
 """
 
 from __future__ import annotations
@@ -47,29 +49,30 @@ from replay_server.tables.remembered import Remembered
 log = logging.getLogger("replay_server")
 
 _TICK = 0.1
-"""Seconds after which the journal writes changes for which no request waits."""
+"""Seconds. The journal writes changes at least this often, because for some changes no request waits."""
 _RETRY = 0.2
-"""Seconds between two attempts of a commit."""
+"""Seconds from a failed commit to the next attempt."""
 
 Fsync = Literal["always", "never"]
-"""With "always" a commit ends when it is on the disk, with "never" when the operating system has it."""
+"""With "always", a commit ends when its data is on the disk. With "never", it ends when the operating system has the
+data."""
 
 
 class Journal:
     """Writes the changes of a buffer to its storage, in group commits, and tells requests when that is done."""
 
     def __init__(self, buffer: ReplayBuffer, storage: LmdbStorage, collector: ChangeCollector) -> None:
-        """Begins to commit. `start` calls this when `collector` watches the buffer."""
+        """Begins to commit. Only `start` calls this, after it has made `collector` a watcher of the buffer."""
         self._buffer = buffer
         self._storage = storage
         self._collector = collector
         self._thread = ThreadPoolExecutor(1, "replay-journal")
         self._wanted = asyncio.Event()
-        """Set when a commit is to begin."""
-        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """The ticket of the next commit. It has failed already if the journal cannot write any more."""
+        """Set to begin a commit."""
+        self._next_ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The ticket of the next commit. If the journal cannot write any more, this ticket has failed already."""
         self._rolled_back: Remembered[None] = Remembered("rolled back", MAX_KNOWN_KEYS)
-        """The keys of the last inserts that could not be written."""
+        """The keys of the inserts that were rolled back, the newest last."""
         self._stopping = False
         self._task = asyncio.create_task(self._run())
 
@@ -77,16 +80,17 @@ class Journal:
     def start(cls, buffer: ReplayBuffer, storage: LmdbStorage) -> Journal:
         """Fills the buffer from its storage, and from then on writes each change of the buffer to the storage.
 
-        Raises UnusableDirectory, or DamagedDirectory.
+        Raises DamagedDirectory if the state is damaged, and UnusableDirectory if no replay server wrote the file.
         """
         began = time.monotonic()
         state = storage.load()
-        # Without this check, the server would start empty if it was killed during the restore of a checkpoint.
+        # If a server was killed during the restore of a checkpoint, the next one would start empty without this check.
         if storage.was_written and not state.state_records:
             raise DamagedDirectory(storage.directory, "a checkpoint was not restored into it to the end")
         try:
             collector = ChangeCollector(buffer, state)
-            # Before the restore, which may drop items: the collector must note that their records are to be deleted.
+            # The collector watches before the restore, because `restore` may drop items. The collector must note this,
+            # so that the first commit deletes their records.
             buffer.watchers.append(collector)
             restore(buffer, state)
         except ValueError as error:
@@ -109,36 +113,39 @@ class Journal:
 
     @property
     def backlog(self) -> int:
-        """Payload bytes that wait to be written."""
+        """The payload bytes that no commit has written yet."""
         return self._storage.unwritten
 
     def ticket(self) -> asyncio.Future[None]:
-        """A future that is done when all changes until now are written.
+        """Returns a future that is done when all changes until now are written. Makes the journal commit.
 
         The future fails with Refused if the commit fails. The changes that are not rolled back are then written with a
         later commit, if there is one.
         """
         self._wanted.set()
-        assert not self._next.done() or self._storage.error, "a change would wait for a commit that has ended"
-        return self._next
+        assert not self._next_ticket.done() or self._storage.error, "a change would wait for a commit that has ended"
+        return self._next_ticket
 
     async def durable(self) -> None:
         """Returns when all changes until now are written. Raises Refused if the commit fails."""
         await asyncio.shield(self.ticket())  # other requests wait for the same ticket, so it must not be cancelled
 
     async def copy_to(self, path: Path) -> None:
-        """Writes the whole state to a new file, as of now or later. Raises Refused if the commit before that fails."""
+        """Commits all changes until now, and then writes the committed state to a new file at `path`.
+
+        Raises Refused if the commit fails. The file may also have changes that were made after the call.
+        """
         await self.durable()
         await asyncio.to_thread(self._storage.copy_to, path)
 
     def rolled_back(self, keys: Collection[int]) -> set[int]:
-        """The keys among `keys` whose insert was rolled back, and was not repeated with success since."""
+        """Returns the keys among `keys` whose insert was rolled back, unless a repeated insert has succeeded since."""
         if not len(self._rolled_back):  # the usual case, without a loop over the keys
             return set()
         return {key for key in keys if key in self._rolled_back and key not in self._buffer.known_keys}
 
     async def close(self) -> None:
-        """Writes the last changes and ends."""
+        """Writes the last changes, and ends the journal's task and thread."""
         self._stopping = True
         self._wanted.set()
         await self._task
@@ -146,43 +153,48 @@ class Journal:
         self._thread.shutdown()
 
     async def _run(self) -> None:
-        """Commits when a request waits, and at least each _TICK, until the stop or until nothing can be written."""
+        """Commits when a request waits, and at least every _TICK seconds. Ends at the stop, after one more commit.
+
+        Also ends if the journal cannot write any more. Then `_commit_and_wake` has failed the next ticket in advance.
+        """
         loop = asyncio.get_running_loop()
-        while not self._stopping and not self._next.done():  # done before its commit: nothing can be written any more
+        while not self._stopping and not self._next_ticket.done():
             tick = loop.call_later(_TICK, self._wanted.set)
             await self._wanted.wait()
             tick.cancel()
             self._wanted.clear()
             await self._commit_and_wake()
-        if not self._next.done():  # the last changes before the stop
+        if not self._next_ticket.done():  # the last changes before the stop
             await self._commit_and_wake()
 
     async def _commit_and_wake(self) -> None:
         """Commits once, and wakes the requests that wait for this commit."""
-        ticket = self._next
-        # A change that is made from now on may miss this commit, so its request waits for the next one.
-        self._next = asyncio.get_running_loop().create_future()
+        ticket = self._next_ticket
+        # A change that is made from now on may miss this commit, so its request waits for the next commit.
+        self._next_ticket = asyncio.get_running_loop().create_future()
         try:
             await self._commit()
             ticket.set_result(None)
-        except Refused as refusal:  # the next commit writes all of it again
+        except Refused as refusal:  # the next commit writes the changes that were not rolled back
             _fail(ticket, refusal)
             await asyncio.sleep(_RETRY)
-        except Exception as error:  # a bug: what was collected may be lost, so the journal never writes again
+        except Exception as error:
+            # This is a bug. The changes of this commit may be lost, so the journal never writes again: it fails the
+            # next ticket in advance, which ends `_run`.
             log.exception("what has changed cannot be written any more: restart the server")
             self._storage.error = f"writing failed ({error!r}); restart the server"
             _fail(ticket, broken(self._storage.error))
-            _fail(self._next, broken(self._storage.error))
+            _fail(self._next_ticket, broken(self._storage.error))
 
     async def _commit(self) -> None:
         """Writes all changes. If the disk fails, rolls back the inserts that can be undone, and raises Refused."""
         loop = asyncio.get_running_loop()
         storage = self._storage
         slices = []
-        for changes in self._collector.slices():
-            slices.append(changes)
-            await asyncio.sleep(0)  # lets other requests run; what they change is in a later slice or in `delta`
-        # From here to the start of the thread nothing waits, so `delta` and `payloads` have the same moment.
+        for one_slice in self._collector.slices():
+            slices.append(one_slice)
+            await asyncio.sleep(0)  # lets other requests run; their changes come in a later slice or in `delta`
+        # From here to the start of the thread there is no await, so `delta` and `payloads` are of the same moment.
         delta = self._collector.collect()
         if not delta and not slices and not storage.changed:
             return
@@ -190,27 +202,29 @@ class Journal:
         try:
             await loop.run_in_executor(self._thread, storage.commit, delta, payloads, slices)
         except lmdb.Error as error:
-            if not storage.error:  # one line for a row of failed commits
+            if not storage.error:  # logged only once if several commits fail one after the other
                 log.error("cannot write to %s, inserts are refused until it can be: %s", storage.directory, error)
             for changes in (*slices, delta):
                 self._collector.not_written(changes)
-            # The keys of new items whose payloads are unwritten. The buffer removes those that were never drawn and
-            # have closed no batch, and returns their keys.
-            new_keys = storage.end_commit(error)
-            self._remember_as_rolled_back(self._buffer.roll_back(new_keys))
+            unwritten_keys = storage.end_commit(error)  # the keys of the new items of this commit
+            # The buffer removes those of these items that were never drawn and have closed no batch.
+            rolled_back_keys = self._buffer.roll_back(unwritten_keys)
+            self._remember_as_rolled_back(rolled_back_keys)
             remedy = "" if isinstance(error, FileGone) else "; make room, and ask again"
             why = f"data_dir {storage.directory} cannot be written: {error}{remedy}"
             raise try_again(why) from error
-        if storage.error:  # of the commit before this one
+        if storage.error:  # the previous commit failed
             log.warning("%s can be written again", storage.directory)
         storage.end_commit(None)
-        self._collector.written(delta)  # slices have only records of items, which it does not note
-        while slices:  # to free the records of a million items at once takes 50 ms
+        # `written` need not be called for the slices: they have only records of items, of which it takes no note.
+        self._collector.written(delta)
+        # Frees the slices one by one, because it takes 50 ms to free the records of a million items at once.
+        while slices:
             slices.pop()
             await asyncio.sleep(0)
 
     def _remember_as_rolled_back(self, keys: Collection[int]) -> None:
-        """Notes that the inserts of these keys were rolled back, as the last ones."""
+        """Notes that the inserts of these keys were rolled back. These keys become the newest in `_rolled_back`."""
         assert self._buffer.items.keys().isdisjoint(keys), "an insert is rolled back, and its item is there"
         for key in keys:
             self._rolled_back.forget(key)  # so that `remember` puts the key at the end, as the newest
@@ -220,4 +234,4 @@ class Journal:
 def _fail(ticket: asyncio.Future[None], error: Exception) -> None:
     """Ends a ticket with an error."""
     ticket.set_exception(error)
-    ticket.exception()  # marks the error as seen: asyncio would log the error of a ticket for which nobody waits
+    ticket.exception()  # marks the error as seen, because asyncio logs an error that nobody has seen

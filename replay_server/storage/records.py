@@ -1,8 +1,8 @@
 """Records: the layout of a server's state in bytes, for data directories and checkpoints.
 
 * Every record has a checksum, by which a damaged record is noticed. Only this record is lost.
-* Times are wall-clock seconds, as if the wall clock had not been set since the first server of this boot of the machine
-  started (`time_offset`).
+* Times are wall-clock seconds. All servers of one boot of the machine compute them from the monotonic clock and one
+  offset (`time_offset`). So a change of the wall clock affects the times only after the next boot.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from replay_protos.labels import NO_LABELS, Labels, unpack_labels
 from replay_server.tables.columns import IntArray
 
 FORMAT = 5
-"""Version of this layout. A server reads its own version only.
+"""Version of this layout. A server reads only the version that it writes.
 
 docs/reference/compatibility.md says when the version may change.
 """
 
 ITEM = np.dtype(
     [
-        ("checksum", "<u8"),  # of all bytes after the checksum, with rows and labels; the key is its seed
+        ("checksum", "<u8"),  # of all bytes that follow in the record, with rows and labels; the seed is the key
         ("key", "<u8"),
         ("policy_version", "<i8"),
         ("nbytes", "<i8"),
@@ -39,20 +39,20 @@ ITEM = np.dtype(
         ("labels", "<u4"),  # bytes of the packed labels
     ]
 )
-"""The beginning of the record of an item: what all its tables share. The rows of the item follow, and then its
-labels."""
+"""The beginning of the record of an item: the values that do not depend on a table. The rows of the item follow, and
+then its labels."""
 
 ROW = np.dtype(
     [
         ("table", "<u4"),  # number of the table, from its TableState
         ("kind", "<u4"),  # one of the four below
         ("order", "<i8"),
-        ("times_sampled", "<i8"),  # in a retained row: the number of its consumption
+        ("times_sampled", "<i8"),  # in a retained row, the number of its consumption instead
         ("priority", "<f8"),
         ("inserted_at", "<f8"),
     ]
 )
-"""One row of an item, in the record of the item."""
+"""One row in the record of an item: the state of the item in one table."""
 IN_TABLE = 0
 """The kind of a row whose item is in the table."""
 FORWARDED = 1
@@ -66,7 +66,7 @@ RETAINED_WITH_PERMIT = 3
 _CHECKSUM = 8
 """Bytes of a checksum, with which each record begins."""
 
-# Names of state records, or the first bytes of their names. Extensions choose the names of their own records.
+# The names of state records, or the first bytes of their names. Extensions choose the names of their own records.
 TABLE = b"table/"
 SCOPE = b"scope/"
 LEASE = b"lease/"
@@ -113,7 +113,10 @@ class ItemRecords:
         start = 0
         for size in sizes:
             end = start + size
-            labels.append(unpack_labels(data[start:end]) if size else NO_LABELS)
+            if size:
+                labels.append(unpack_labels(data[start:end]))
+            else:
+                labels.append(NO_LABELS)
             start = end
         return labels
 
@@ -124,7 +127,7 @@ class RememberedIds(NamedTuple):
     name: bytes
     """The name of the record."""
     kind: str
-    """The kind of the Remembered that has these ids."""
+    """The `kind` of the Remembered to which these ids belong."""
     ids: list[int]
     answers: list[Any] | None
     """The answer to each id; None if the answers are not durable."""
@@ -139,14 +142,15 @@ class RememberedIds(NamedTuple):
         return entries
 
     def record(self) -> bytes:
-        """The bytes to write."""
-        return pack([self.kind, np.array(self.ids, "<u8").tobytes(), self.answers])
+        """The bytes of the record."""
+        packed_ids = np.array(self.ids, "<u8").tobytes()
+        return pack([self.kind, packed_ids, self.answers])
 
 
 def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
-    """(key, record) of each item, by ascending key."""
-    # The records are cut out of the bytes of whole arrays, in a loop. To index the structured arrays costs more, for
-    # one item (20 us) and for thousands.
+    """Packs items into records. Returns (key, record) of each item, by ascending key."""
+    # The loop cuts the records out of the bytes of the whole arrays, because to index the structured arrays would cost
+    # more, for one item (20 us) as well as for thousands.
     heads = items.items.tobytes()
     rows = items.rows.tobytes()
     labels = items.labels.tobytes()
@@ -171,18 +175,18 @@ def pack_items(items: ItemRecords) -> list[tuple[int, bytes]]:
 
 
 def unpack_items(keys: Sequence[int], records: Sequence[bytes]) -> ItemRecords:
-    """Unpacks the records found under `keys`, in their order. Damaged records are left out."""
+    """Unpacks records that were found under `keys`, in the same order. Leaves out damaged records."""
     head_size = ITEM.itemsize
     intact = [
         record
         for key, record in zip(keys, records, strict=True)
         if len(record) >= head_size and record[:_CHECKSUM] == xxh3_64_digest(record[_CHECKSUM:], key)
     ]
-    # A record has the head of the item (ITEM), its rows (ROW each), and its labels.
+    # A record consists of a head (ITEM), the rows of the item (a ROW each), and its labels. In ItemRecords, the heads
+    # of all records are one array, the rows are another, and the labels are a third.
     items = np.frombuffer(b"".join([record[:head_size] for record in intact]), ITEM)
     sizes = np.fromiter(map(len, intact), np.int64, len(intact))
-    row_ends = sizes - items["labels"]  # (n,): the byte of each record at which its rows end and its labels begin
-    # In memory, rows and labels of all records are apart from their heads.
+    row_ends = sizes - items["labels"]  # (n,): the position in each record at which the rows end and the labels begin
     rows = b"".join([record[head_size:end] for record, end in zip(intact, row_ends.tolist(), strict=True)])
     labels = b""
     if items["labels"].any():
@@ -213,22 +217,22 @@ def join_items(parts: Iterable[ItemRecords]) -> ItemRecords:
 
 
 def pack(value: Any) -> bytes:
-    """A record of a value: its checksum, and then the value in msgpack."""
+    """Packs a value with msgpack into a record, which begins with a checksum."""
     return seal(msgpack.packb(value))
 
 
 def unpack(record: bytes | memoryview) -> Any:
-    """The value of a record. Raises Damaged."""
+    """Returns the value in a record of `pack`. Raises Damaged."""
     return msgpack.unpackb(unseal(record), strict_map_key=False)
 
 
 def seal(data: bytes) -> bytes:
-    """A record of bytes: their checksum, and then the bytes."""
+    """Makes a record of bytes: the checksum of the bytes, and then the bytes."""
     return xxh3_64_digest(data) + data
 
 
 def unseal(record: bytes | memoryview) -> bytes | memoryview:
-    """The bytes of a record. Raises Damaged."""
+    """Returns the bytes in a record of `seal`. Raises Damaged if the checksum is wrong."""
     if len(record) < _CHECKSUM:
         raise Damaged
     data = record[_CHECKSUM:]
@@ -244,11 +248,11 @@ class Delta:
     items: ItemRecords = field(default_factory=ItemRecords)
     """The records of items that have changed, by ascending key."""
     removed: list[int] = field(default_factory=list)
-    """The keys of items that are gone, of which some were perhaps never written."""
+    """The keys of items that are gone. Some of these items were perhaps never written."""
     state_records: dict[bytes, bytes | None] = field(default_factory=dict)
     """The records of tables, scopes, leases, the policy, the clock and extensions, by name; None deletes the record."""
     remembered: list[RememberedIds] = field(default_factory=list)
-    """New records of remembered ids. Old ones are deleted by `state_records`."""
+    """New records of remembered ids. `state_records` deletes the old ones."""
 
     def __bool__(self) -> bool:
         return bool(len(self.items) or self.removed or self.state_records or self.remembered)
@@ -272,10 +276,10 @@ class State:
 
     @cached_property
     def values(self) -> dict[bytes, Any]:
-        """The values of the state records, by name and in the order of their names.
+        """The values of the state records by name, in the order of the names.
 
-        Adds the names of damaged records to `damaged`. Raises ValueError if a record is damaged that the server needs.
-        The server can start without records of scopes, leases and remembered ids.
+        Leaves out damaged records of scopes, leases and remembered ids, because the server can start without them, and
+        adds their names to `damaged`. Raises ValueError if any other record is damaged.
         """
         values = {}
         for name, record in sorted(self.state_records.items()):
@@ -288,13 +292,17 @@ class State:
         return values
 
     def named(self, start: bytes) -> dict[bytes, Any]:
-        """The values whose names begin with `start`."""
+        """The values of the records whose names begin with `start`, by name."""
         return {name: value for name, value in self.values.items() if name.startswith(start)}
 
     @property
     def tables(self) -> dict[int, str]:
-        """The names of the tables, by the numbers that rows use."""
-        return {int(record.removeprefix(TABLE)): value["name"] for record, value in self.named(TABLE).items()}
+        """The names of the tables, by the numbers of the tables in ROW."""
+        tables: dict[int, str] = {}
+        for record_name, value in self.named(TABLE).items():
+            number = int(record_name.removeprefix(TABLE))
+            tables[number] = value["name"]
+        return tables
 
 
 def boot_id() -> str:
@@ -306,18 +314,19 @@ def boot_id() -> str:
 
 
 def time_offset(values: Mapping[bytes, Any], clock: float) -> float:
-    """The seconds to add to times of the server's clock, which now shows `clock`, to get the times in the records.
+    """The seconds to add to a time of the server's clock to get the time that the records have for it.
 
-    The server's clock is monotonic, and the same for all processes of one boot of the machine. A server that is started
+    `values` are the values of the recorded state, and `clock` is the time that the server's clock shows now. The
+    server's clock is monotonic, and the same for all processes of one boot of the machine. A server that is started
     again in the same boot keeps the recorded offset, so that a change of the wall clock changes no age and no lease.
-    After a reboot, the wall clock says how much time has passed.
+    After a reboot, the offset is computed anew, because only the wall clock says how much time has passed.
     """
-    written_boot, offset = values.get(CLOCK, ("", 0.0))  # "" for a new state: the second case below
-    if written_boot and written_boot == boot_id():
-        return float(offset)
+    recorded_boot, recorded_offset = values.get(CLOCK, ("", 0.0))  # a new state has no record of the clock
+    if recorded_boot and recorded_boot == boot_id():
+        return float(recorded_offset)
     return wall_offset(clock)
 
 
 def wall_offset(clock: float) -> float:
-    """The difference between wall-clock seconds and the server's clock, which now shows `clock`."""
+    """The current wall-clock seconds minus `clock`, the time that the server's clock shows now."""
     return time.time() - clock

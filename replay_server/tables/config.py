@@ -1,4 +1,7 @@
-"""Configuration of tables: each value is checked once, here. `config.py` adds the sections of the process."""
+"""Configuration of tables. Each value is checked once, here.
+
+`replay_server/config.py` adds the sections about the server process.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +21,47 @@ from replay_server.tables.limiter import RateLimiter, sample_to_insert_ratio
 from replay_server.tables.selectors import Selector
 
 MAX_PRIORITY = 3.4e38
-"""The largest priority, about the largest float32. With MAX_EXPONENT, a sum of 10^9 weights stays finite in float64."""
+"""The largest priority, about the largest float32. A weight is priority ** exponent. Even with MAX_EXPONENT, a sum of
+10^9 weights is finite in float64."""
 MAX_EXPONENT = 7.0
 """The largest exponent of a priority: see MAX_PRIORITY."""
 MIN_HALF_LIFE = 0.01
-"""The shortest half-life, in policy versions. With a shorter one only the newest version would ever be drawn."""
+"""The shortest half-life, in policy versions. With a shorter one, only items of the newest version would be drawn."""
 MAX_COUNT = 2**53
 """The largest count that a limiter's arithmetic in float64 keeps exact."""
 MAX_INDEXED = 4
-"""The most tags in the `index` of a table: each costs 4 bytes an item, and some work at each insert."""
+"""The most tags in the `index` of a table. Each of them costs 4 bytes per item, and some work at each insert."""
 ENVIRONMENT = "environment"
-"""The tag that names the environment of a group. Every table has a column for it, and counts by it."""
+"""The tag that names the environment of a group. Every table indexes it, and counts groups by its values."""
 MAX_TAG_NAME = 64
-"""Bytes of the name of a tag. Names in settings may have this many characters: no shorter bound is needed, because a
-name has at least as many bytes as characters."""
+"""The most bytes of the name of a tag. The names in settings have at most this many characters. This refuses no name
+that an item can have, because a name has at least as many bytes as characters."""
 MAX_TAG_TEXT = 256
-"""Bytes of the value of a tag. Values in settings may have this many characters, as names may."""
+"""The most bytes of the value of a tag, and the most characters of a value in settings."""
 MAX_RETAINED_STATES = 1024
 """The most states of a trainer that a server remembers."""
 MOST_REQUIRED = 16
-"""The most columns that one table may require: Columns.lacks has a bit for each."""
+"""The most columns that one table may require. An entry of `Columns.lacks` has this many bits, one for each column."""
 TABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}\Z")
 _UNITS = {"": 1, "B": 1}
-"""By the unit of a size, in capitals: its bytes."""
+"""Unit of a size, in capital letters -> the bytes of the unit. The loop adds KB, KIB, MB, MIB and so on."""
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
     _UNITS[f"{_letter}IB"] = 1024**_power
 
 
 def parse_bytes(value: Any) -> Any:
-    """The bytes in a text such as `"32GiB"`, `"1.5 GB"` or `"4096"`. pydantic checks other values."""
+    """Converts a text such as `"32GiB"`, `"1.5 GB"` or `"4096"` into a number of bytes.
+
+    Returns any other value as it is, because pydantic checks it afterwards.
+    """
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{value!r} is not a size; write for example 4096, '512MiB' or '32GB'")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    unit = match[2].upper()
+    return int(float(match[1]) * _UNITS[unit])
 
 
 TagName = Annotated[str, Field(min_length=1, max_length=MAX_TAG_NAME)]
@@ -64,10 +72,11 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1, le=2**53)]
 
 
 class _OneLine(ModelMetaclass):
-    """Makes `TableConfig(...)` in Python fail as a configuration file does: with one line that names the remedy.
+    """Makes `TableConfig(...)` in Python fail as a configuration file does: with an error of one line.
 
-    pydantic's own error has several lines. This metaclass catches the error. An `__init__` of our models would not do:
-    pydantic would call it for nested models too, and their errors would lose the place in the configuration.
+    pydantic's own error has several lines. This metaclass catches that error, and raises a ValueError in its place. An
+    `__init__` method of our models could not do this, because pydantic would call the method for nested models, too.
+    The errors of nested models would then not say where in the configuration they are.
     """
 
     def __call__(cls, *values: Any, **named: Any) -> Any:
@@ -83,7 +92,7 @@ class Model(BaseModel, metaclass=_OneLine):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: Any) -> Any:
-        """Refuses an unknown field with an error that lists the known fields. pydantic's own message does not."""
+        """Refuses an unknown field with an error that names known fields. pydantic's own error does not name them."""
         if isinstance(value, dict):
             for name in value:
                 if name not in cls.model_fields:
@@ -92,26 +101,30 @@ class Model(BaseModel, metaclass=_OneLine):
 
 
 class _Tagged(Model):
-    """A section whose `type` names a variant. The name alone is short for the variant with its default settings."""
+    """A section whose `type` names a variant.
+
+    A user may write only the name in the place of the section. This means the variant with its default settings.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, value: Any) -> Any:
-        """Reads the name alone, as in `sampler = "fifo"`."""
+        """Makes a section of the name alone, as in `sampler = "fifo"`."""
         return {"type": value} if isinstance(value, str) else value
 
 
 class SelectorConfig(_Tagged):
-    """The choice of the next item."""
+    """The rule by which a table chooses the next item, to sample it (`sampler`) or to evict it (`remover`)."""
 
     type: Literal["fifo", "lifo", "uniform", "prioritized", "min_heap", "max_heap"]
-    """The item that comes next. For each type in turn: the oldest, the newest, any at random, one at random by
-    priority, the lowest priority, the highest priority. Ties go to the older item."""
+    """The item that comes next: the oldest (`fifo`), the newest (`lifo`), any item at random (`uniform`), an item at
+    random by priority (`prioritized`), or the item with the lowest (`min_heap`) or the highest priority (`max_heap`).
+    If several items have this priority, the oldest of them comes next."""
     exponent: float = Field(1.0, ge=0.0, le=MAX_EXPONENT)
     """`prioritized` draws in proportion to priority ** exponent."""
     half_life: float | None = Field(None, ge=MIN_HALF_LIFE, le=MAX_COUNT)
-    """Policy versions after which a priority counts half; absent: priorities do not age. For `prioritized` (there the
-    half-life applies after the exponent), `min_heap` and `max_heap`."""
+    """The number of policy versions after which a priority counts half; absent: priorities do not age. Only for
+    `prioritized`, `min_heap` and `max_heap`. For `prioritized`, it is priority ** exponent that counts half."""
 
     @model_validator(mode="after")
     def _only_where_used(self) -> Self:
@@ -128,28 +141,31 @@ class SelectorConfig(_Tagged):
             case "fifo" | "lifo":
                 return selectors.Fifo(columns, newest_first=self.type == "lifo")
             case "min_heap" | "max_heap":
-                return selectors.Heap(columns, self.type == "max_heap", self.half_life)
+                return selectors.Heap(columns, highest_first=self.type == "max_heap", half_life=self.half_life)
             case "uniform":
                 return selectors.Uniform(columns)
             case "prioritized":
-                return selectors.Prioritized(columns, self.exponent, self.half_life)
+                return selectors.Prioritized(columns, exponent=self.exponent, half_life=self.half_life)
 
 
 class RateLimiterConfig(_Tagged):
-    """The rule by which inserting and sampling wait for each other; formulas in limiter.py."""
+    """The rule by which inserting and sampling wait for each other. limiter.py has the formulas."""
 
     type: Literal["min_size", "sample_to_insert_ratio", "queue", "stack"]
-    """The rule. For each type in turn: the table keeps a least size; the table keeps a ratio of samples to inserts;
-    each item is sampled once, the oldest first; each item is sampled once, the newest first."""
+    """`min_size`: sampling waits until the table has enough items. `sample_to_insert_ratio`: in addition, inserting and
+    sampling keep a ratio. `queue`: each item is sampled once, the oldest first. `stack`: each item is sampled once, the
+    newest first."""
     min_size: int = Field(1, ge=1, le=MAX_COUNT)
-    """Sampling waits for this many items (`min_size`, `sample_to_insert_ratio`)."""
+    """Sampling waits until the table has this many items. For `min_size` and `sample_to_insert_ratio`."""
     max_size: int | None = Field(None, ge=1, le=MAX_COUNT)
-    """Inserting waits while this many items have not been sampled (`queue`, `stack`: needed)."""
+    """Inserting waits while the table has this many items that were not sampled yet. Only for `queue` and `stack`,
+    which need it."""
     samples_per_insert: float | None = Field(None, gt=0)
-    """The ratio to keep (`sample_to_insert_ratio`: needed)."""
+    """The ratio of samples to inserts. Only for `sample_to_insert_ratio`, which needs it."""
     error_buffer: float | tuple[float, float] | None = None
-    """The deviation from the ratio that is allowed: a number e, or a pair of min_diff and max_diff
-    (`sample_to_insert_ratio`)."""
+    """The bounds of the difference inserts * samples_per_insert - samples: a pair (min_diff, max_diff), or a number e,
+    which means samples_per_insert * min_size ± e. Absent: e is 10 * max(1, samples_per_insert). Only for
+    `sample_to_insert_ratio`."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -175,30 +191,29 @@ class RateLimiterConfig(_Tagged):
         if self.type == "sample_to_insert_ratio":
             assert self.samples_per_insert is not None
             return sample_to_insert_ratio(self.samples_per_insert, self.min_size, self.error_buffer)
-        # The arguments of RateLimiter: samples_per_insert, min_size, min_diff, max_diff.
-        if self.type == "min_size":  # an infinite range: only min_size decides
-            return RateLimiter(1.0, self.min_size, -math.inf, math.inf)
+        if self.type == "min_size":  # the difference has no bounds, so only min_size decides
+            return RateLimiter(samples_per_insert=1.0, min_size=self.min_size, min_diff=-math.inf, max_diff=math.inf)
         assert self.max_size is not None
         # A queue or stack: inserts - samples is the number of items that are not sampled yet, from 0 to max_size.
-        return RateLimiter(1.0, 1, 0.0, float(self.max_size))
+        return RateLimiter(samples_per_insert=1.0, min_size=1, min_diff=0.0, max_diff=float(self.max_size))
 
 
 class BalanceConfig(Model):
-    """Draws choose a value of a tag first, and then an item that has it; formulas in balance.py."""
+    """Each draw first chooses a value of a tag, and then an item that has this value. balance.py has the formulas."""
 
     tag: TagName
     """The name of the tag. It is indexed without being named in `index`."""
     weights: dict[TagText, Weight] = Field(default_factory=dict, max_length=MAX_BALANCED)
     """The weight of each value, relative to the others. A value that is not named has weight 1. Items of a value with
-    weight 0 are never drawn. An integer is named by its digits. The empty name `""` stands for items without the tag,
-    which are one value together. If no item of a value can be drawn, its share goes to the other values."""
+    weight 0 are never drawn. An integer is named by its digits, as a text. The empty name `""` stands for items without
+    the tag, which are one value together. If no item of a value can be drawn, its share goes to the other values."""
 
 
 class TableConfig(Model):
     """One table.
 
-    `rate_limiter = queue` also means `sampler = remover = "fifo"` and `max_times_sampled = 1`, and `stack` the same
-    with "lifo" as the sampler, unless they are set.
+    With `rate_limiter = queue`, three settings have other defaults: `sampler` and `remover` are "fifo", and
+    `max_times_sampled` is 1. With `rate_limiter = stack`, the defaults are the same, except that `sampler` is "lifo".
     """
 
     name: str
@@ -210,32 +225,36 @@ class TableConfig(Model):
     max_size: int = Field(1_000_000, ge=1, le=MAX_COUNT)
     """The most items."""
     max_bytes: Bytes | None = None
-    """The most bytes of payloads and labels; absent: no bound but the server's."""
+    """The most bytes of payloads and labels; absent: only the bound of the server applies."""
     max_times_sampled: int = Field(0, ge=0, le=MAX_COUNT)
     """An item leaves after it has been sampled this often; 0: items may be sampled without end."""
     rate_limiter: RateLimiterConfig = RateLimiterConfig(type="min_size")
     """The rule by which inserting and sampling wait for each other."""
     max_staleness: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """An item whose policy version lags by more versions is dropped and never delivered; absent: no limit."""
+    """An item whose policy version lags by more than this many versions is dropped, and never delivered. Absent: no
+    limit."""
     when_full: Literal["evict", "block", "reject"] = "evict"
     """The effect of an insert into a full table: the remover makes room, the insert waits, or the insert fails."""
     forward_to: str | None = None
     """The table that an item joins when it has been sampled here for the first time, unless its priority is 0."""
     copy_to: str | None = None
-    """The table that an item joins when it is inserted here, for a reader such as `replay archive run`. The name here
-    declares that table. An insert may not name that table, and never waits or fails because of it."""
+    """The table of copies, which an item joins when it is inserted here, for a reader such as `replay archive run`. The
+    table of copies needs no declaration of its own. An insert must not name it, and never waits or fails because of
+    it."""
     requires: tuple[ColumnName, ...] = Field((), max_length=MOST_REQUIRED)
     """Columns without which no item is sampled here. An item that lacks a column waits until `extend` has brought the
-    column. Meanwhile the item counts for the size and for the bound of a queue, but not for `min_size`."""
+    column. While it waits, the item counts for the size and for the bound of a queue, but not for `min_size`."""
     seed: int | None = Field(None, ge=0)
     """The seed of the random selectors; absent: a seed from the operating system."""
     retain_consumed: int = Field(0, ge=0, le=MAX_RETAINED_STATES)
-    """The number n of states that a trainer can go back. The table retains the items consumed since the n-th last state
-    that the trainer named. 0: the table retains no items. For a queue or stack."""
+    """The number n of the trainer's last states to which it can go back. A state is a checkpoint that the trainer has
+    named to the server. The table retains the items that were consumed since the oldest of these n states. 0: the table
+    retains no items. Only for tables with `max_times_sampled = 1`, such as a queue or stack."""
     index: tuple[TagName, ...] = Field((), max_length=MAX_INDEXED)
     """Names of tags by which items are found in one pass over an array, without looking at each item."""
     balance: BalanceConfig | None = None
-    """Draws have fixed shares of the values of a tag; absent: the sampler alone chooses. Not for a queue or stack."""
+    """The tag whose values have fixed shares of the draws; absent: the sampler alone chooses. Not for a queue or
+    stack."""
 
     @model_validator(mode="before")
     @classmethod
@@ -293,62 +312,73 @@ class TableConfig(Model):
 
 
 def _as_names(value: Any) -> Any:
-    """One name as a tuple of names, and None as an empty tuple. Other values stay as they are."""
+    """Returns one name as a tuple of names, and an empty value as an empty tuple. Other values stay as they are."""
     if isinstance(value, str):
         return (value,)
     return value or ()
 
 
 class AdmissionConfig(Model):
-    """Permits for generation: accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step."""
+    """The permits for generating groups.
+
+    A request for n permits is granted if
+    accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step.
+    extensions/admission.py explains these terms.
+    """
 
     table: str | None = None
-    """The table whose groups are trained on: generators acquire permits for its groups. Absent: the only queue or stack
-    with forward_to, else the only queue or stack, else the only table."""
+    """The table whose groups are trained on. Generators acquire permits for its groups. Absent: the only queue or stack
+    with forward_to; if none has forward_to, the only queue or stack; if there is none, the only table."""
     fresh_groups_per_step: int = Field(ge=1, le=MAX_COUNT)
     """Fresh groups that the trainer uses for each policy version."""
     max_staleness: int = Field(ge=0, le=MAX_COUNT)
-    """Policy versions that a group may lag by when it is trained on; 0: on-policy."""
+    """The most policy versions by which a group may lag when it is trained on; 0: on-policy."""
     permit_ttl: float = Field(600.0, gt=0)
-    """Seconds until an unused permit goes back."""
+    """Seconds after which a permit that was not used expires, so that another group can be generated."""
     permit_tables: Annotated[tuple[str, ...], BeforeValidator(_as_names)] = ()
     """The table of partial groups, or a list with a table for each stage, such as the stage of groups without rewards.
-    The name here declares the table. An item that comes into such a table with a permit, or in the place of such an
-    item, keeps that permit until it leaves. Absent: there is no such table."""
+    These tables need no declarations of their own. An item that is inserted into such a table with a permit keeps the
+    permit until it leaves. An item that takes the place of such an item takes over its permit. Absent: there is no such
+    table."""
 
 
 def with_named(admission: AdmissionConfig | None, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
-    """Adds the tables that a user need not declare: of partial groups, and of copies.
+    """Returns `tables` and the tables that a user need not declare: tables of copies and tables of partial groups.
 
-    Settings of these tables that the user leaves out follow from the use of the table. The oldest item comes first, and
-    each item is drawn once. A table of partial groups evicts nothing, and drops groups that the admitted table would
-    refuse as too old. Raises ValueError for settings that do not fit the use.
+    The settings of such a table follow from its use, unless the user declares the table and sets them: the oldest item
+    comes first, and each item is drawn once. A table of partial groups evicts nothing, and drops groups that the
+    admitted table would refuse as too old. Raises ValueError for settings that do not fit the use.
     """
     for source in tables:  # the tables as they were given, although the loop binds `tables` to longer sequences
         name = source.copy_to
         if name is None:
             continue
-        if [table.copy_to for table in tables].count(name) > 1:
+        targets = [table.copy_to for table in tables]
+        if targets.count(name) > 1:
             raise ValueError(f"copy_to = {name!r} stands at two tables: copy each to a table of its own")
         bounds = {"max_size": 65_536, "max_bytes": 2 << 30}
-        tables = _with(tables, name, f"copies of {source.name!r}", bounds)
+        tables = _with_table(tables, name, use=f"copies of {source.name!r}", defaults=bounds)
     if admission is not None:
         for name in admission.permit_tables:
-            admitted = admitted_table(admission, tables)
-            if name == admitted:
+            admitted_name = admitted_table(admission, tables)
+            if name == admitted_name:
                 raise ValueError(
                     f"[admission] permit_tables = {name!r} is the table that is trained on: name another one"
                 )
-            trained_on = [table for table in tables if table.name == admitted]
-            defaults = {"when_full": "block", "max_staleness": trained_on[0].max_staleness}
-            tables = _with(tables, name, "partial groups ([admission] permit_tables)", defaults)
+            admitted = next(table for table in tables if table.name == admitted_name)
+            defaults = {"when_full": "block", "max_staleness": admitted.max_staleness}
+            use = "partial groups ([admission] permit_tables)"
+            tables = _with_table(tables, name, use=use, defaults=defaults)
     return tuple(tables)
 
 
-def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str, Any]) -> Sequence[TableConfig]:
-    """Adds the table of this name with `defaults`, or completes the declared table of this name by `defaults`.
+def _with_table(
+    tables: Sequence[TableConfig], name: str, *, use: str, defaults: dict[str, Any]
+) -> Sequence[TableConfig]:
+    """Returns `tables` with a table of this name, in which `defaults` are the settings that the user has not set.
 
-    `use` says in errors what the table is for.
+    If `tables` already has a table of this name, that table gets the `defaults`. Otherwise a table is added. `use` says
+    in errors what the table is for. Raises ValueError for settings that do not fit the use.
     """
     fields: dict[str, Any] = {"sampler": "fifo", "remover": "fifo", "max_times_sampled": 1}
     fields |= defaults
@@ -369,7 +399,7 @@ def _with(tables: Sequence[TableConfig], name: str, use: str, defaults: dict[str
 
 
 def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> str:
-    """The name of the table that is trained on. Raises ValueError if it is not clear which one that is."""
+    """The name of the table that is trained on. Raises ValueError if it is not clear which table that is."""
     if admission.table is not None:
         if all(table.name != admission.table for table in tables):
             names = ", ".join(table.name for table in tables)
@@ -386,10 +416,11 @@ def admitted_table(admission: AdmissionConfig, tables: Sequence[TableConfig]) ->
 
 
 def _candidates(admission: AdmissionConfig, tables: Sequence[TableConfig]) -> Sequence[TableConfig]:
-    """The tables of which one may be the table that is trained on.
+    """The tables that may be the one that is trained on, if the configuration does not name it.
 
-    These are the queues and stacks that forward. If no queue or stack forwards: all queues and stacks. If there is no
-    queue or stack at all: all tables. Permit tables and tables of copies do not count, unless there are no others.
+    These are the queues and stacks that forward. If no queue or stack forwards, these are all queues and stacks. If
+    there is no queue or stack at all, these are all tables. Permit tables and tables of copies do not count, unless
+    there are no others.
     """
     not_trained_on = {*admission.permit_tables, *(table.copy_to for table in tables)}
     others = [table for table in tables if table.name not in not_trained_on]

@@ -1,4 +1,4 @@
-"""Meters: counters, rates over the last minute, usual intervals, and flow by policy version."""
+"""Meters: counters, rates over the last minute, usual intervals between events, and draws per policy version."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from replay_server.tables.columns import IntArray
 
 WINDOW = 60
 """Seconds over which rates are measured."""
-_PAUSES = 256
+_MOST_PAUSES = 256
 """The most pauses between arrivals that are remembered."""
-_LONGEST = 3
-"""Pauses are compared with the third longest pause. An interval is unknown until there are three steps or pauses."""
-_STEPS = 15
-"""The most steps from which the usual length of a step is measured."""
+_FEWEST = 3
+"""The fewest steps or pauses from which a usual interval is computed. `ArrivalTimes.interval` needs the third longest
+pause, so this is at least 3."""
+_MOST_STEPS = 15
+"""The most steps that are remembered."""
 
 
 @dataclass
@@ -46,64 +47,71 @@ class Counters:
 
 
 class StepTimes:
-    """The usual length of a step: the median of the last steps. Stalls do not change it unless most steps stall."""
+    """Measures the usual duration of a step of the trainer: the median duration of the last steps.
+
+    Stalls hardly change a median, unless most of these steps stall.
+    """
 
     def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=_STEPS)
-        """The seconds of each of the last steps."""
-        self._begun: float | None = None
+        self._durations: deque[float] = deque(maxlen=_MOST_STEPS)
+        """The seconds that each of the last steps took."""
+        self._begun_at: float | None = None
         """The time at which the current step began; None: no step has begun."""
 
     def beat(self, now: float) -> None:
-        """A step ends, and the next one begins."""
-        if self._begun is not None:
-            self._steps.append(now - self._begun)
-        self._begun = now
+        """Notes that a step begins now, and that the step before it, if there was one, has ended."""
+        if self._begun_at is not None:
+            self._durations.append(now - self._begun_at)
+        self._begun_at = now
 
     @property
     def interval(self) -> float:
         """The usual seconds of a step; 0: unknown, because fewer than three steps have ended."""
-        if len(self._steps) < _LONGEST:
+        if len(self._durations) < _FEWEST:
             return 0.0
-        return median(self._steps)
+        return median(self._durations)
 
 
 class ArrivalTimes:
-    """The usual interval between arrivals.
+    """Measures the usual interval between bursts of arrivals.
 
-    Arrivals come in bursts: a step's groups within seconds, then nothing until the next step. Only the interval between
-    bursts counts. So the usual interval is the median of the long pauses.
+    Arrivals come in bursts: all groups of a step arrive within seconds, and then none until the next step. Pauses
+    within a burst are short, and pauses between two bursts are long. So the usual interval is the median of the long
+    pauses.
     """
 
     def __init__(self, apart: float = 0.0) -> None:
-        """An arrival less than `apart` seconds after the last counted arrival is not counted itself."""
+        """`apart`: the fewest seconds between two counted arrivals. Arrivals that follow a counted one sooner are
+        ignored."""
         self._apart = apart
-        self._pauses: deque[float] = deque(maxlen=_PAUSES)
-        """The seconds between the last counted arrivals."""
-        self._begun: float | None = None
+        self._pauses: deque[float] = deque(maxlen=_MOST_PAUSES)
+        """The seconds from each of the last counted arrivals to the next one."""
+        self._counted_at: float | None = None
         """The time of the last counted arrival; None: nothing has arrived."""
 
     def beat(self, now: float) -> None:
-        """Something arrives now."""
-        if self._begun is None:
-            self._begun = now
+        """Notes that something arrives now."""
+        if self._counted_at is None:
+            self._counted_at = now
             return
-        pause = now - self._begun
+        pause = now - self._counted_at
         if pause >= self._apart:
             self._pauses.append(pause)
-            self._begun = now
+            self._counted_at = now
 
     def interval(self, step: float = 0.0) -> float:
-        """Seconds between two bursts; 0: unknown, because there were fewer than three pauses.
+        """The usual seconds between two bursts; 0: unknown, because there were fewer than three pauses.
 
-        `step`: the usual seconds of a step of the trainer; 0: unknown. A pause is long if it lasts at least half a
-        step. Then stalls do not change the interval unless most long pauses are stalls. If the step is unknown, or
-        fewer than three pauses are as long as a step, a pause is long if it lasts at least half of the third longest
-        pause. Then one or two stalls do not change the interval.
+        `step`: the usual seconds of a step of the trainer; 0: unknown. A pause is long if it lasts at least half as
+        long as a step or as the third longest pause, whichever is shorter. If the step is unknown, only the third
+        longest pause counts.
+
+        Stalls are long pauses, too. One or two of them cannot be the third longest pause, so they do not decide which
+        pauses are long. And stalls do not change the median much, unless most of the long pauses are stalls.
         """
-        if len(self._pauses) < _LONGEST:
+        if len(self._pauses) < _FEWEST:
             return 0.0
-        third_longest = sorted(self._pauses)[-_LONGEST]
+        third_longest = sorted(self._pauses)[-3]
         reference = third_longest
         if step:
             reference = min(step, third_longest)
@@ -112,67 +120,72 @@ class ArrivalTimes:
 
 
 class Meter:
-    """A sum over the last minute, in buckets of a second, and the usual interval between additions."""
+    """Sums what was added in the last minute, in one bucket for each second, and measures when additions come."""
 
     def __init__(self, now: float) -> None:
-        self._started = now
+        self._started_at = now
         self._second = int(now)
-        """The second up to which buckets have been emptied."""
+        """The second of the newest bucket, in whole seconds of the clock."""
         self._buckets = [0.0] * WINDOW
-        """By second, modulo WINDOW: the sum of what was added in the second."""
+        """The sums of the last WINDOW seconds. The sum of a second is at the index `second % WINDOW`."""
         self.last = now
         """The time of the last addition, or of the start."""
         self.arrivals = ArrivalTimes(apart=1.0)
 
     def add(self, amount: float, now: float) -> None:
-        """Adds `amount` to the sum of the second `now`."""
+        """Adds `amount` to the bucket of the second in which `now` lies."""
         self._advance(now)
         self._buckets[self._second % WINDOW] += amount
         self.last = now
         self.arrivals.beat(now)
 
     def per_second(self, now: float) -> float:
-        """The mean over the last minute, or over the time since the start if that is less."""
+        """The mean amount per second of the last minute, or since the start if that was less than a minute ago."""
         self._advance(now)
-        return sum(self._buckets) / min(WINDOW, max(1.0, now - self._started))
+        seconds = max(1.0, now - self._started_at)
+        return sum(self._buckets) / min(seconds, WINDOW)
 
     def _advance(self, now: float) -> None:
-        """Empties the buckets of the seconds since the last call: they hold sums of a minute ago."""
+        """Makes the bucket of `now` the newest one. Empties the buckets of the seconds that have begun since the last
+        call, because these buckets still hold the sums of a minute ago."""
         second = int(now)
         if second <= self._second:
             return
-        last = min(second, self._second + WINDOW)  # after a longer time, each bucket is emptied only once
-        for new_second in range(self._second + 1, last + 1):
+        # After more than a minute, all WINDOW buckets are emptied, each of them once.
+        last_to_empty = min(second, self._second + WINDOW)
+        for new_second in range(self._second + 1, last_to_empty + 1):
             self._buckets[new_second % WINDOW] = 0.0
         self._second = second
 
 
 class BlockedTime:
-    """The share of the last minute in which something was blocked."""
+    """Measures the share of the last minute in which something was blocked."""
 
     def __init__(self, now: float) -> None:
         self._meter = Meter(now)
-        """Counts blocked seconds."""
+        """Sums the blocked seconds."""
         self.since: float | None = None
         """The time up to which blocked seconds have been counted; None: nothing is blocked."""
 
     def set(self, blocked: bool, now: float) -> None:
-        """Notes that something is blocked from `now` on, or that nothing is."""
-        self._settle(now)
+        """Notes that something is blocked from `now` on or, if `blocked` is False, that nothing is blocked."""
+        self._count_until(now)
         self.since = now if blocked else None
 
     def share(self, now: float) -> float:
         """The blocked share of the last minute, from 0 to 1."""
-        self._settle(now)
+        self._count_until(now)
         return min(1.0, self._meter.per_second(now))
 
-    def _settle(self, now: float) -> None:
-        """Counts the blocked seconds until now."""
+    def _count_until(self, now: float) -> None:
+        """Counts the blocked time from `since` until `now`. Counts nothing if nothing is blocked."""
         if self.since is None:
             return
-        start = max(self.since, now - WINDOW)  # earlier seconds have left the window
-        while start < now:  # up to the next full second each time, so that every bucket holds at most a second
-            end = min(now, float(int(start) + 1))
+        start = max(self.since, now - WINDOW)  # time before the last minute need not be counted
+        # The loop adds the blocked time second by second, because each second has a bucket of its own in the meter.
+        while start < now:
+            next_second = float(int(start) + 1)
+            end = min(now, next_second)
             assert start < end <= start + 1.0, (start, end)
             self._meter.add(end - start, start)
             start = end
@@ -180,29 +193,35 @@ class BlockedTime:
 
 
 class FlowMeter:
-    """The number of items drawn from one policy version to the next, and their staleness, over the last versions.
+    """Measures how many items are drawn for each policy version, and how stale they are, over the last versions.
 
-    Draws before the first version do not count, because nobody knows over how many versions they were made.
+    Draws before the trainer sets its first version do not count, because the number of versions before it is unknown.
     """
 
     def __init__(self, versions: int = 32) -> None:
-        """`versions`: the most changes of the version that are remembered."""
+        """`versions`: the most rises of the policy version that are remembered."""
         self._finished: deque[tuple[int, int, int]] = deque(maxlen=versions)
-        """For each change of the version: by how many it rose, the items drawn before it, and their total staleness."""
+        """For each of the last rises of the policy version: by how many versions it rose, the number of items drawn
+        between the rise before and this one, and the total staleness of these items."""
         self._began = False
         """True if the trainer has set a version."""
-        self._drawn = self._staleness = 0  # since the version changed last
+        self._drawn = 0
+        """The number of items drawn since the policy version changed last."""
+        self._staleness = 0
+        """The total staleness of these items."""
 
     def draw(self, staleness: IntArray) -> None:
-        """Counts drawn items, with the staleness (n,) of each in versions."""
+        """Counts drawn items. `staleness` (n,): by how many versions each item lags behind the policy."""
         self._drawn += staleness.size
-        self._staleness += int(np.maximum(staleness, 0).sum())  # after a rollback, an item may be newer than the policy
+        # After a rollback, an item may be newer than the policy. It then counts as not stale.
+        self._staleness += int(np.maximum(staleness, 0).sum())
 
     def move(self, versions: int) -> None:
-        """The policy version rises by `versions`.
+        """Notes that the policy version rises by `versions`.
 
-        Below 0: the trainer went back to an older version, and the count begins anew. 0: the trainer sent the same
-        version again, which changes nothing. The first call begins the count, whatever `versions` is.
+        If `versions` is below 0, the trainer went back to an older version, and the count begins anew. If it is 0, the
+        trainer sent the same version again, which changes nothing. The first call begins the count, whatever `versions`
+        is.
         """
         if versions == 0 and self._began:
             return
@@ -211,21 +230,23 @@ class FlowMeter:
         elif self._began:
             self._finished.append((versions, self._drawn, self._staleness))
         self._began = True
-        self._drawn = self._staleness = 0
+        self._drawn = 0
+        self._staleness = 0
 
     def measured(self) -> dict[str, Any] | None:
         """The fields of the message Flow of replay.proto; None: nothing was drawn between two versions yet.
 
-        These are the number of changes of the version, the mean number of items drawn for each version, and the mean
-        staleness of an item. One change may raise the version by several versions.
+        The field `versions` is the number of remembered rises of the policy version, one of which may be a rise by
+        several versions. `drawn` is the mean number of items drawn for each version, and `staleness` the mean staleness
+        of an item.
         """
         versions = 0
         drawn = 0
         staleness = 0
-        for rise, drawn_before, total_staleness in self._finished:
+        for rise, drawn_before_rise, staleness_before_rise in self._finished:
             versions += rise
-            drawn += drawn_before
-            staleness += total_staleness
+            drawn += drawn_before_rise
+            staleness += staleness_before_rise
         assert versions >= len(self._finished), "the version rose by at least 1 each time"
         if not drawn:
             return None

@@ -1,10 +1,11 @@
-"""Outstanding batches were drawn, and are neither acknowledged by their readers nor requeued.
+"""Outstanding batches: batches that were drawn, and that are neither acknowledged by their readers nor requeued yet.
 
-* An outstanding batch holds each of its rows, so their payloads stay in the storage while they are sent.
-* A table counts the rows of its outstanding batches, and reserves the rows that the batches have used up.
-* Exactly one call of `acknowledge` or `requeue` ends a batch. The server remembers the last batches that readers
-  acknowledged, and the last batches that they requeued.
-* A leased batch is in use by its reader. It stays outstanding when the server restarts.
+* An outstanding batch holds the item of each of its rows, so the payloads stay in the storage while they are sent.
+* A batch has used up a row if its draw was the last one that `max_times_sampled` allows for the row.
+* A table counts the rows of its outstanding batches, and reserves the rows that these batches have used up.
+* Exactly one call of `acknowledge` or `requeue` ends a batch. The server remembers the ids of the last batches that
+  readers acknowledged, and of the last batches that they requeued.
+* A leased batch is in use by its reader, and stays outstanding when the server restarts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_REQUEUED = 1 << 16
 
 
 class PendingSample(Pending[tuple[int, SampleBatch]]):
-    """A request for a batch, which waits in the line of its table. The value is the id of the batch, and the batch."""
+    """A request for a batch, which waits in the line of its table. Its result is the id of the batch and the batch."""
 
     def __init__(self, table: Table, request: SampleRequest, since: float, deadline_at: float) -> None:
         super().__init__(since, deadline_at)
@@ -51,24 +52,29 @@ class OutstandingBatches:
         self.leased: dict[int, float] = {}
         """By id of each leased batch: the seconds of its lease."""
         self.on_closed: Callable[[int], object] = lambda _: None
-        """Called with the id of each batch that an insert has closed, and not when the reader acknowledges a batch."""
+        """Called with the id of each batch that an insert has closed. It is not called for a batch that its reader
+        acknowledges."""
         self.acknowledged: Remembered[None] = Remembered("acknowledged", MAX_ACKNOWLEDGED, watchers)
         """The ids of the batches that were acknowledged or closed last."""
         self.requeued: Remembered[None] = Remembered("requeued", MAX_REQUEUED, watchers)
         """The ids of the batches that readers requeued last."""
 
     def draw(self, table: Table, request: SampleRequest, n: int) -> tuple[int, SampleBatch]:
-        """Draws n rows, which `table.why_no_sample` allows. Returns the id of the batch, and the batch."""
+        """Draws a batch of n rows. Returns the id of the batch, and the batch.
+
+        The caller has checked with `table.why_no_sample` that the table allows this draw.
+        """
         batch = table.draw(request, n)
         return self._begin(table, batch, request.id or new_id()), batch
 
     def draw_keys(self, table: Table, keys: KeyArray, batch_id: int = 0, scope: str = "") -> int:
-        """Draws the rows of the `keys` that the table has. Returns the id of the batch; 0: the table has none of them.
+        """Draws exactly the rows of those `keys` that the table has, as one batch. Returns the id of the batch; 0: the
+        table has none of the keys, so there is no batch.
 
         `batch_id` 0: the batch gets a new id.
         """
         slots = table.columns.find(keys)
-        slots = slots[slots >= 0]
+        slots = slots[slots >= 0]  # the slot of a key that the table lacks is -1
         if not slots.size:
             return 0
         batch = table.draw_slots(slots, np.ones(slots.size), scope)  # not drawn by chance: all probabilities are 1
@@ -76,15 +82,19 @@ class OutstandingBatches:
 
     def _begin(self, table: Table, batch: SampleBatch, batch_id: int) -> int:
         """Makes a drawn batch outstanding. Returns its id."""
-        # The batch holds the item of each row. If the draw has used up a row, the row has left the table, and the batch
-        # takes over the table's hold. For each other row, the table stays a holder, and the batch becomes another one.
+        # From now on, the batch holds the item of each of its rows. If the draw has used up the row, the table does not
+        # hold the item any more, so the batch takes over its hold, and the number of holders stays the same. If not,
+        # the table still holds the item, and the batch is one more holder.
         self._items.hold(batch.keys[~batch.consumed].tolist())
         assert batch_id not in self.by_id, f"batch {batch_id} is outstanding already"
         self.by_id[batch_id] = (table, batch)
         return batch_id
 
     def _end(self, batch_id: int) -> tuple[Table, SampleBatch]:
-        """Removes an outstanding batch and its lease. Returns its table and the batch, whose rows are still drawn."""
+        """Removes a batch, and its lease, from the outstanding batches. Returns its table and the batch.
+
+        The caller then has to tell the table, which still counts the rows of the batch as outstanding.
+        """
         table, batch = self.by_id.pop(batch_id)
         if self.leased.pop(batch_id, None) is not None:
             for watcher in self._watchers:
@@ -92,7 +102,7 @@ class OutstandingBatches:
         return table, batch
 
     def is_outdated(self, batch_id: int) -> bool:
-        """True if a row of the batch has become too old, or the version of a row was undone."""
+        """True if any row of the batch has become too stale, or its policy version was undone."""
         table, batch = self.by_id[batch_id]
         versions: list[int] = batch.policy_versions.tolist()
         if table.too_stale(min(versions)):
@@ -102,7 +112,7 @@ class OutstandingBatches:
         return any(table.is_undone(version) for version in versions)
 
     def acknowledge(self, batch_id: int) -> list[Table]:
-        """The reader has the batch for good. Returns the tables that have changed."""
+        """Ends a batch that its reader has for good. Returns the tables that have changed."""
         table, batch = self._end(batch_id)
         keys: list[int] = batch.keys.tolist()
         self.acknowledged.remember([batch_id])
@@ -110,20 +120,23 @@ class OutstandingBatches:
             watcher.changed(keys)
             if batch.scope:
                 watcher.scope_changed(table.name, batch.scope)
-        table.count_sampled(batch)  # before the hooks, because it does not find rows that are retained
+        # This comes before the hooks, because `count_sampled` would not find the rows that a hook retains.
+        table.count_sampled(batch)
         changed = [table]
-        for hook in table.on_acknowledge:  # here the history retains rows, which `table.acknowledge` then spares
+        # One of the hooks may retain used-up rows for a rollback (history.py). `table.acknowledge` removes the others.
+        for hook in table.on_acknowledge:
             changed += hook(table, batch)
         consumed = table.acknowledge(batch)
         retained = table.columns.retained
         if consumed and retained:
-            # A retained row is a holder in place of the batch. A table that retains rows draws each row only once.
+            # A retained row takes over the batch's hold of its item. So the batch releases only the other items.
+            # A table that retains rows draws each row only once, so each of its batches uses up all of its rows.
             keys = [key for key in keys if key not in retained]
         self._items.release(keys)
         return changed
 
     def close(self, batch_ids: Sequence[int]) -> list[Table]:
-        """Acknowledges the batches that a new item closes. Returns the tables that have changed."""
+        """Acknowledges these batches, which an inserted item closes. Returns the tables that have changed."""
         changed = []
         for batch_id in batch_ids:
             changed += self.acknowledge(batch_id)
@@ -131,9 +144,9 @@ class OutstandingBatches:
         return changed
 
     def why_not_closed(self, batch_ids: Sequence[int]) -> Refused | None:
-        """Why a new item cannot close these batches, or a segment made from them is refused.
+        """The reason to refuse an item that would close these batches, or a segment that was made from them.
 
-        None: all of them are outstanding.
+        None: there is no reason, because all of the batches are outstanding.
         """
         for batch_id in batch_ids:
             if batch_id in self.by_id:
@@ -149,12 +162,12 @@ class OutstandingBatches:
         return None
 
     def lease(self, batch_id: int, seconds: float) -> list[Table]:
-        """Notes that the reader has a lease of the batch. Returns the tables that have changed.
+        """Notes that the reader has a lease of the batch for `seconds`. Returns the tables that have changed.
 
-        The caller requeues the batch when the lease ends.
+        The lease does not end by itself here: the caller requeues the batch when the time is over.
         """
         table, batch = self.by_id[batch_id]
-        if self.leased.get(batch_id) == seconds:  # the lease is renewed, which changes no record on disk
+        if self.leased.get(batch_id) == seconds:  # the reader renews its lease, so no record on disk changes
             return []
         self.leased[batch_id] = seconds
         for watcher in self._watchers:
@@ -166,36 +179,43 @@ class OutstandingBatches:
         return changed
 
     def restore_lease(self, batch_id: int, table: Table | None, keys: KeyArray, scope: str, seconds: float) -> None:
-        """Draws again a batch that was leased before the restart. Call it when the items are in their tables.
+        """Draws a batch anew that was leased before the server restarted, and leases it again.
 
-        `table` None: the table is not configured any more, so the lease ends.
+        Call it after all items have been loaded into their tables. The lease ends if `table` is None, because the table
+        is not configured any more, or if the table has none of the `keys`.
         """
         if table is not None and self.draw_keys(table, keys, batch_id, scope):
             self.leased[batch_id] = seconds
-        for watcher in self._watchers:  # also if the lease has ended, so that its record is deleted
+        # The watchers must also hear of a lease that ends here, because they delete its record.
+        for watcher in self._watchers:
             watcher.lease_changed(batch_id)
 
     def requeue(self, batch_id: int, *, by_reader: bool = False) -> Table:
-        """The batch returns to its table, as if it was never drawn. Returns the table.
+        """Returns the rows of a batch to their table, as if they had not been drawn. Returns the table.
 
-        Rows that have become too old meanwhile, or whose version was undone, are dropped.
-        `by_reader`: the reader has asked for it, and may ask again.
+        Drops the rows that have become too stale since the draw, and those whose policy version was undone.
+        `by_reader`: True if the reader has asked for the requeue. Then the id is remembered, because the reader may
+        repeat its request.
         """
         table, batch = self._end(batch_id)
         if by_reader:
             self.requeued.remember([batch_id])
-        # An item exists as long as a table or a batch holds it. The table holds the rows that the batch had used up
-        # again, before the batch releases all of its rows.
         returned = table.requeue(batch)
+        # An item without a holder is deleted. So the table first becomes a holder of the rows that have returned to it,
+        # and only then the batch releases all of its rows.
         self._items.hold(returned)
         self._items.release(batch.keys.tolist())
-        # While a batch has used up a row, the row counts as gone. So earlier calls of these methods did not drop it.
+        # A reserved row counts as gone. So if a returned row has become too stale or undone while it was reserved, it
+        # was not dropped then, and is dropped now.
         table.drop_stale()
         table.drop_undone()
         return table
 
     def check(self, tables: Collection[Table]) -> None:
-        """Asserts the statements of the module, for all tables of the server. This loops over all outstanding rows."""
+        """Asserts what the docstring of this module says about `tables`, which are all tables of the server.
+
+        O(outstanding rows).
+        """
         assert self.leased.keys() <= self.by_id.keys(), "a batch that has ended is leased"
         assert min(self.leased.values(), default=1.0) > 0, self.leased
         rows: Counter[str] = Counter()
@@ -210,14 +230,15 @@ class OutstandingBatches:
             assert table.columns.reserved.keys() == used_up[table.name], (table.name, used_up[table.name])
 
     def drawn(self, table: Table) -> tuple[KeyArray, IntArray]:
-        """The keys (n,) of the outstanding rows of `table`, ascending, and the number (n,) of draws of each."""
-        drawn = [batch.keys for batch in self._batches_of(table)]
-        if not drawn:  # np.unique takes 10 us even for no keys, and each commit calls this for each table
+        """The different keys (n,) of the outstanding rows of `table`, ascending, and how often (n,) each was drawn."""
+        keys_of_batches = [batch.keys for batch in self._batches_of(table)]
+        if not keys_of_batches:
+            # Each commit calls this method for each table, and np.unique takes 10 us even for an empty array.
             return np.zeros(0, np.uint64), np.zeros(0, np.int64)
-        return np.unique(np.concatenate(drawn), return_counts=True)
+        return np.unique(np.concatenate(keys_of_batches), return_counts=True)
 
     def drawn_in_scope(self, table: Table, scope: str) -> set[int]:
-        """The keys of outstanding rows of `table` that were drawn under `scope`."""
+        """The keys of the outstanding rows of `table` that were drawn under `scope`."""
         keys: set[int] = set()
         for batch in self._batches_of(table):
             if batch.scope == scope:
@@ -225,17 +246,18 @@ class OutstandingBatches:
         return keys
 
     def _batches_of(self, table: Table) -> list[SampleBatch]:
-        """The outstanding batches of `table`, without batches from before its last reset."""
+        """The outstanding batches of `table` that were drawn after its last reset."""
         return [batch for owner, batch in self.by_id.values() if owner is table and batch.epoch == table.epoch]
 
 
 def new_id() -> int:
-    """A random id for a batch whose reader has chosen no id. So no batch from before a restart has the same id."""
+    """A random id, for a batch whose reader has chosen none. It is random, so that it differs from the ids of batches
+    from before a restart."""
     return secrets.randbits(63)
 
 
 def why_never(table: Table, request: SampleRequest) -> Refused | None:
-    """Why a request can never be served, whatever items the table will have; None: it can be served."""
+    """The reason why a request can never be served, whatever items the table will have; None: it may be served."""
     config = table.config
     if request.num_samples < 1:
         return invalid("a batch has at least 1 sample (num_samples, or batch_size of a sampler), not 0")
@@ -261,13 +283,13 @@ def why_never(table: Table, request: SampleRequest) -> Refused | None:
 
 
 def _why_never_values(table: Table, request: SampleRequest) -> Refused | None:
-    """Why a request that names the rows of each value can never be served; None: it can be served."""
-    rows = [value_rows.rows for value_rows in request.values]
+    """The reason to refuse a request that says how many rows of each tag value to draw; None: it may be served."""
+    rows = [value_rows.rows for value_rows in request.values]  # the number of rows of each value
     if min(rows) < 1 or sum(rows) != request.num_samples:
         return invalid(
             f"the rows of the values of a draw must be above 0, and together num_samples = {request.num_samples}, "
             f"not {sum(rows)}"
         )
-    if table.balanced is None:  # the table balanced its draws when the client asked for its weights
+    if table.balanced is None:  # the configuration has changed since the client asked for the weights of the values
         return try_again(f"table {table.name!r} does not balance its draws any more: ask without values")
     return None

@@ -1,12 +1,13 @@
-"""Remembered: the answers to the last requests, by the ids that their clients chose. A retry finds its answer here.
+"""Remembered: the ids of the last requests, each with its answer. A request that is sent again gets the same answer.
 
 A client that loses an answer sends its request again, perhaps after the server was killed and started again. The server
 must not make the same change twice. For each kind of request that changes something, it therefore remembers the ids of
-the last requests: the keys of inserts, the ids of acknowledged or requeued batches, and the numbers that clients choose
-for other calls. With `data_dir`, the commit that writes a change also writes the id and the answer of the request, and
-deletes the ids that are forgotten here.
+the last requests, which their clients chose: the keys of inserts, the ids of acknowledged or requeued batches, and the
+numbers of other calls. If there is a `data_dir`, the commit that writes a change also writes the id and the answer of
+its request, and deletes the ids that are forgotten here.
 
-The oldest ids are forgotten first. A retry comes within seconds, so bounds of some hundred thousand ids are ample.
+The oldest ids are forgotten first. A request is sent again within seconds, so it suffices to remember some hundred
+thousand ids.
 
 The class `Scopes` remembers which keys of a table were drawn under which scope.
 """
@@ -23,16 +24,16 @@ from replay_server.tables.columns import KeyArray
 
 
 class Watcher(Protocol):
-    """Its methods are called at every change of a buffer. `ChangeCollector` uses them to record changes on disk."""
+    """Hears of every change of a buffer. `ChangeCollector` implements these methods, to record the changes on disk."""
 
     def changed(self, keys: Iterable[int] | KeyArray) -> None:
-        """These items changed, so their records on disk may be outdated."""
+        """The items of these keys changed, so their records on disk may be outdated."""
 
     def remembered(self, kind: str, ids: Iterable[int]) -> None:
         """The `Remembered` of this kind has just remembered these ids."""
 
     def scope_changed(self, table: str, scope: str) -> None:
-        """The keys drawn under this scope of the table changed. "": all scopes of the table were forgotten."""
+        """The keys drawn under this scope of the table changed; `scope` "": all scopes of the table were forgotten."""
 
     def lease_changed(self, batch_id: int) -> None:
         """The lease of this batch began, changed or ended."""
@@ -44,15 +45,17 @@ Answer = TypeVar("Answer")
 class Remembered(Generic[Answer]):
     """Ids from the oldest to the newest, each with its answer.
 
-    Both the number of ids and the bytes of their answers are bounded, except that the newest answer always stays.
+    The number of ids is bounded, and so are the bytes of all answers. But the newest answer stays, however large it is.
     """
 
     def __init__(self, kind: str, most: int, watchers: Sequence[Watcher] = (), *, most_bytes: float = math.inf) -> None:
-        """Remembers at most `most` ids. When one more is added, the oldest 256th of the ids is forgotten together.
+        """`kind` names these ids in the records on disk. `most`: the most ids. When one more is added, the oldest 256th
+        of the ids is forgotten at once.
 
-        `kind` names these ids in the records on disk. With `most_bytes`, each answer is a tuple of bytes, all answers
-        together have at most `most_bytes`, and ids and answers are stored on disk. Without `most_bytes`, only the ids
-        are stored on disk, so an answer from before a restart is None.
+        With `most_bytes`, each answer is a tuple of bytes, and all answers together have at most `most_bytes`. They are
+        stored on disk together with their ids.
+
+        Without `most_bytes`, only the ids are stored on disk, so an answer from before a restart is None.
         """
         self.kind = kind
         self.has_bytes = most_bytes < math.inf
@@ -75,6 +78,7 @@ class Remembered(Generic[Answer]):
         return len(self._answers)
 
     def any_of(self, ids: Iterable[int]) -> bool:
+        """True if at least one of `ids` is remembered."""
         return not self._answers.keys().isdisjoint(ids)
 
     def get(self, id: int) -> Answer | None:
@@ -84,28 +88,30 @@ class Remembered(Generic[Answer]):
     def remember(self, ids: Collection[int], answer: Answer | None = None) -> None:
         """Remembers `answer` for each of `ids`.
 
-        Call it in the same step of the event loop as the change, so that one commit writes the change and the ids.
+        Call it in the same step of the event loop as the change that the request makes, so that one commit writes the
+        change and the ids.
         """
         self.load(ids, answer)
         for watcher in self._watchers:
             watcher.remembered(self.kind, ids)
 
     def load(self, ids: Collection[int], answer: Answer | None = None) -> None:
-        """Remembers ids that a record on disk has already, so watchers are not called."""
+        """Remembers `answer` for each of `ids`, which a record on disk has already. So watchers are not called."""
         if self.has_bytes:
-            # If two copies of a request were served at the same time, the id has an answer, which is replaced.
             for id in ids:
-                self._bytes += _bytes_of(answer) - _bytes_of(self._answers.get(id))
+                # The id has an answer already if two copies of one request were served at the same time.
+                replaced = self._answers.get(id)
+                self._bytes += _bytes_of(answer) - _bytes_of(replaced)
         self._answers.update(dict.fromkeys(ids, answer))
-        # A dict steps over all entries that were deleted at its front to find its first entry. To do that rarely,
-        # a 256th of the ids is forgotten together.
+        # To find its first entry, a dict steps over all entries that were deleted before it, which takes long. So the
+        # oldest ids are looked for only once in a while, and a 256th of all ids is then forgotten at once.
         while self._has_too_many():
-            surplus = 1 + (len(self._answers) >> 8)
+            surplus = 1 + len(self._answers) // 256
             for oldest in list(islice(self._answers, surplus)):
                 self.forget(oldest)
 
     def _has_too_many(self) -> bool:
-        """True if the ids or the bytes of their answers exceed their bound."""
+        """True if there are more than `_most` ids, or if their answers have more than `_most_bytes`."""
         if len(self._answers) > self._most:
             return True
         # The newest answer stays, however large it is.
@@ -119,7 +125,7 @@ class Remembered(Generic[Answer]):
             assert self._bytes >= 0, self._bytes
 
     def check(self) -> None:
-        """Asserts the bounds, and that `_bytes` is the sum of the bytes of the answers."""
+        """Asserts the bounds on ids and bytes, and that `_bytes` is the sum of the bytes of all answers."""
         assert len(self) <= self._most, (len(self), self._most)
         if self.has_bytes:
             nbytes = sum(map(_bytes_of, self._answers.values()))
@@ -128,7 +134,7 @@ class Remembered(Generic[Answer]):
 
 
 def _bytes_of(answer: Any) -> int:
-    """The bytes of an answer, which is a tuple of bytes or None."""
+    """The number of bytes of an answer, which is a tuple of bytes or None."""
     if answer is None:
         return 0
     return sum(map(len, answer))
@@ -137,25 +143,25 @@ def _bytes_of(answer: Any) -> int:
 MAX_SCOPES = 1024
 """The most scopes of a table."""
 MAX_SCOPE_KEYS = 1 << 20
-"""The most keys of all scopes of a table together. The current scope alone may have more keys."""
+"""The most keys of all scopes of a table together, unless the current scope alone has more."""
 _NO_KEYS: frozenset[int] = frozenset()
 
 
 class Scopes:
-    """The keys of a table that were drawn under each scope. No item is drawn twice under one scope.
+    """Remembers which keys of a table were drawn under each scope, because no item is drawn twice under one scope.
 
-    A scope is a name that clients choose, usually of one training step. The current scope is the scope that was used
-    last. The scopes used longest ago are forgotten first. The current scope forgets only keys of items that cannot be
-    drawn again.
+    A scope is a name that clients choose, usually one name for each training step. The current scope is the scope that
+    was used last. If there are too many scopes or keys, the scopes used longest ago are forgotten first. Keys of the
+    current scope are forgotten only if their items cannot be drawn again.
     """
 
     def __init__(self, may_come_again: Callable[[int], bool]) -> None:
         """`may_come_again(key)`: True if the table has the item, or may get it back from an outstanding batch."""
         self._may_come_again = may_come_again
         self._keys: OrderedDict[str, set[int]] = OrderedDict()
-        """By scope, from the scope used longest ago to the current scope."""
+        """The keys by scope, from the scope used longest ago to the current scope."""
         self._trim_at = MAX_SCOPE_KEYS
-        """The number of keys of all scopes beyond which keys are forgotten."""
+        """If all scopes together have more keys than this, `_trim` is called."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -165,11 +171,11 @@ class Scopes:
         return self._keys.get(scope, _NO_KEYS)
 
     def give(self, scope: str, keys: Iterable[int]) -> None:
-        """Adds keys that were drawn under `scope`."""
+        """Adds `keys`, which were drawn under `scope`."""
         self._use(scope).update(keys)
 
     def requeue(self, scope: str, keys: Iterable[int]) -> None:
-        """Removes keys whose draw under `scope` was undone."""
+        """Removes `keys` from `scope`, because their draw was undone."""
         self._use(scope).difference_update(keys)
 
     def of(self, keys: Collection[int]) -> list[str]:
@@ -182,13 +188,14 @@ class Scopes:
             drawn.difference_update(keys)
 
     def load(self, scope: str, keys: Iterable[int]) -> None:
-        """Restores a scope. Call it for the scope used longest ago first, and for the current scope last."""
+        """Restores a scope after a restart. Call it once for each scope, from the one used longest ago to the current
+        one."""
         self._keys[scope] = set(keys)
 
     def _use(self, scope: str) -> set[int]:
-        """Makes `scope` the current scope. Returns its keys.
+        """Makes `scope` the current scope. Returns its keys, which the caller may change.
 
-        Forgets the scope used longest ago if there are too many scopes, and more if there are too many keys.
+        If there are too many scopes, forgets the one used longest ago. If there are too many keys, calls `_trim`.
         """
         keys = self._keys.setdefault(scope, set())
         self._keys.move_to_end(scope)
@@ -199,9 +206,10 @@ class Scopes:
         return keys
 
     def _trim(self) -> None:
-        """Forgets keys whose items cannot be drawn again, and then the scopes used longest ago. O(keys).
+        """Forgets all keys whose items cannot be drawn again. Then forgets the scopes used longest ago, until at most
+        half of MAX_SCOPE_KEYS are left or only the current scope is left. O(keys).
 
-        Stops at half of MAX_SCOPE_KEYS, so that many keys can be drawn before the next call.
+        It stops only at half of MAX_SCOPE_KEYS, so that many keys can be drawn before the next call.
         """
         for drawn in self._keys.values():
             drawn.intersection_update([key for key in drawn if self._may_come_again(key)])
@@ -209,10 +217,11 @@ class Scopes:
         while len(self._keys) > 1 and total > MAX_SCOPE_KEYS // 2:
             _, keys = self._keys.popitem(last=False)
             total -= len(keys)
-        # If the current scope alone has many keys, trimming again soon would free nothing and cost O(keys) each time.
+        # The current scope alone may have so many keys that a call after the next draw would take O(keys) again, and
+        # free nothing. So the next call comes only when the number of keys has doubled.
         self._trim_at = max(MAX_SCOPE_KEYS, 2 * total)
 
     def check(self) -> None:
-        """Asserts the bounds on the number of scopes and on the number of keys at which they are trimmed."""
+        """Asserts the bounds on the number of scopes and on `_trim_at`."""
         assert len(self._keys) <= MAX_SCOPES, len(self._keys)
         assert self._trim_at >= MAX_SCOPE_KEYS, self._trim_at

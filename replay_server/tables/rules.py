@@ -1,10 +1,10 @@
 """Insert rules decide which items enter their tables, wait, or are refused, and which items may grow.
 
-* Each rule is stated once, for several rows together: it looks at the sums and extremes of the rows. The sums and
-  extremes of a single row are its own values.
-* If the rows together break no rule, no single row breaks a rule. If the rows together break a rule, it may be that
-  only some rows break it. The caller then decides the first row alone.
-* Rules change nothing. The caller counts, refuses, waits, or inserts.
+* Each rule is written for a batch of rows, and looks only at the sums and extremes of the batch. If the batch has only
+  one row, these are the values of the row.
+* If a batch breaks no rule, none of its rows breaks a rule. If a batch breaks a rule, perhaps only some of its rows
+  break it. Then the caller applies the rules to the first row alone.
+* Rules change nothing. The caller counts, refuses or inserts the rows, or lets them wait.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from replay_server.tables.waiting import Pending
 MAX_VERSION = 1 << 62
 """The largest policy version."""
 WhyNot = Callable[[Sequence[int]], Refused | None]
-"""The type of OutstandingBatches.why_not_closed."""
+"""The type of the method `OutstandingBatches.why_not_closed`, which takes ids of batches."""
 
 
 class PendingInsert(Pending[None]):
-    """One row that waits, in the lines of all its tables."""
+    """The insert of one row that has to wait. It waits in the lines of all its tables."""
 
     def __init__(self, insert: InsertBatch, tables: Sequence[Table], since: float, deadline_at: float) -> None:
         super().__init__(since, deadline_at)
@@ -37,27 +37,27 @@ class PendingInsert(Pending[None]):
 
 
 class Known:
-    """The item was inserted before. The insert is a retry, and is confirmed without any effect."""
+    """A verdict: the item was inserted before. The insert is a retry, and is confirmed without any effect."""
 
 
 class Blocked:
-    """The item has to wait."""
+    """A verdict: the item has to wait."""
 
 
 class Outdated(Refused):
-    """An item is too stale for the table, or its policy version was undone."""
+    """The refusal of an item that is too stale for the table, or whose policy version was undone."""
 
     def __init__(self, table: Table, counter: str, why: str) -> None:
-        """`counter`: the name of the table's counter of such refusals. `why` begins with the version of the item."""
+        """`counter`: the name of the table's counter of such refusals. `why`: the end of the message, which begins with
+        the policy version of the item."""
         super().__init__(Code.FAILED_PRECONDITION, f"item of policy version {why}")
         self.table = table
         self.counter = counter
 
     def count(self, insert: InsertBatch | None = None) -> None:
-        """Counts the refusal at the table.
+        """Counts the refusal at the table. A row that a client inserts and that is too stale also counts by its tags.
 
-        `insert`: the row that a client inserts. If it is too stale, it counts by its tags, too. None: another table
-        forwards the item, whose refusal is not counted by tags.
+        `insert`: this row; None: the item came from another table that forwards to this one.
         """
         counters = self.table.counters
         setattr(counters, self.counter, getattr(counters, self.counter) + 1)
@@ -66,7 +66,8 @@ class Outdated(Refused):
 
 
 def why_outdated(table: Table, version: int) -> Outdated | None:
-    """Why the table refuses an item of this version: it is too old, or was undone; None: the version is allowed."""
+    """The refusal of an item of this policy version, because the version is too old or was undone; None: the table
+    allows it."""
     current = table.columns.current_version
     if table.too_stale(version):
         why = (
@@ -84,20 +85,21 @@ def why_outdated(table: Table, version: int) -> Outdated | None:
 
 
 class InsertRules:
-    """The decision on each insert and each segment, from the state of items and tables."""
+    """Decides on each insert and each segment, from the current state of items and tables."""
 
     def __init__(
         self, items: Items, known_keys: Remembered[frozenset[str]], why_not_closed: WhyNot, max_payload_bytes: int
     ) -> None:
-        """`known_keys`: by the key of an earlier insert, the tables that this insert named.
+        """`known_keys`: the keys of earlier inserts, each with the names of the tables that the insert named.
 
-        `why_not_closed` is the method of OutstandingBatches. `max_payload_bytes`: the most bytes of one item.
+        `why_not_closed` is the method of OutstandingBatches. `max_payload_bytes`: the most bytes of one item, as the
+        server is configured.
         """
         self._items = items
         self._known_keys = known_keys
         self._why_not_closed = why_not_closed
         self._max_bytes = min(max_payload_bytes, items.max_bytes)
-        """The most bytes of one item."""
+        """The most bytes of one item. An item with more bytes than the server may hold is never allowed."""
 
     def verdict(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | Known | Blocked | None:
         """The decision on all rows of `batch` together; None: they may enter `tables` now.
@@ -107,7 +109,7 @@ class InsertRules:
         refusal = self.why_invalid(batch, tables)
         if refusal is not None:
             return refusal
-        # The item of a forgotten key may still be here.
+        # Both are asked, because a key may be forgotten while its item is still here.
         is_known = self._known_keys.any_of(batch.keys) or not self._items.keys().isdisjoint(batch.keys)
         if is_known:
             return self._why_no_retry(batch) or Known()
@@ -119,7 +121,7 @@ class InsertRules:
         if refusal is not None:
             return refusal
         for table in tables:
-            if table.balanced is not None:  # such a table has a bound on the values of its tag
+            if table.balanced is not None:  # a table that balances its draws bounds the number of values of its tag
                 refusal = _why_not_balanced(table, table.balanced, batch)
                 if refusal is not None:
                     return refusal
@@ -128,26 +130,29 @@ class InsertRules:
         return None
 
     def _why_no_retry(self, batch: InsertBatch) -> Refused | None:
-        """Why an insert with a known key is refused: it names other tables than the first insert; None: it is a retry.
+        """The refusal of an insert with a known key that names other tables than the first insert of the key.
 
-        If it were confirmed as a retry, the item would be in none of the tables that this insert names. Only the first
-        row is looked at, because the caller does not use this result for a batch of several rows.
+        None: the insert counts as a retry. With other tables it must not count as one, because the client would then
+        believe that the item is in these tables.
+
+        Looks only at the first row, because the caller does not use this result for a batch of several rows.
         """
-        before = self._known_keys.get(batch.keys[0])
-        if before is None:  # nobody knows the tables any more: the key is forgotten, or the server was restarted
+        key = batch.keys[0]
+        tables_before = self._known_keys.get(key)
+        if tables_before is None:  # the tables are unknown: the key is forgotten, or the server was restarted
             return None
-        if before == batch.priorities.keys():  # the same names of tables
+        if tables_before == batch.priorities.keys():  # the keys of `priorities` are names of tables
             return None
         return invalid(
-            f"key {batch.keys[0]} was inserted into {', '.join(sorted(before))}, and now comes for "
+            f"key {key} was inserted into {', '.join(sorted(tables_before))}, and now comes for "
             f"{', '.join(sorted(batch.priorities))}: a retry names the same tables, and another item needs another key"
         )
 
     def why_invalid(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | None:
-        """Why the rows are refused, whatever the server holds; None: they are valid.
+        """The refusal of rows that are invalid, whatever the server holds; None: they are valid.
 
-        The errors name the first row, even if only another row is invalid. For several rows, the caller then ignores
-        the error, and decides the first row alone.
+        The error names the first row, even if only another row is invalid. If there are several rows, the caller does
+        not use the error, but applies the rules to the first row alone.
         """
         if batch.oldest < 0 or batch.newest > MAX_VERSION:
             return invalid(f"policy version {batch.newest} of item {batch.keys[0]}: must be from 0 to {MAX_VERSION}")
@@ -165,7 +170,7 @@ class InsertRules:
         return None
 
     def why_refused(self, batch: InsertBatch, tables: Sequence[Table]) -> Refused | None:
-        """Why the rows are refused in the current state of the server; None: they are not refused."""
+        """The refusal of the rows in the current state of the server; None: they are not refused."""
         why = self._items.storage.why_full(batch.nbytes)
         if why:
             return storage_failed(why)
@@ -174,9 +179,10 @@ class InsertRules:
             if refusal is not None:
                 return refusal
             if len(batch) > 1:
-                # A version between those of the oldest and the newest row may be undone, even if neither of them is. In
-                # place of the newest row, this checks the newest undone version, if that lies between them. It may
-                # refuse rows of which none is undone: then the caller decides the rows one by one.
+                # The undone versions are those from the one after the current version up to `table.undone`. A row may
+                # have one of them even if the oldest row is older and the newest row is newer than all of them. So this
+                # checks `table.undone` if it lies between both. This may refuse rows of which none is undone, but then
+                # the caller applies the rules to the rows one by one.
                 newest_undone = min(batch.newest, table.undone)
                 refusal = why_outdated(table, max(batch.oldest, newest_undone))
                 if refusal is not None:
@@ -188,33 +194,36 @@ class InsertRules:
         return None
 
     def why_blocked(self, batch: InsertBatch, tables: Sequence[Table]) -> str | None:
-        """Why the rows have to wait; None: no rule holds them back. Inserts that wait already are not considered."""
+        """The reason why the rows have to wait; None: no rule holds them back.
+
+        Does not consider that other inserts may wait already, and that the rows may have to wait behind them.
+        """
         for table in tables:
             why = table.why_no_insert(len(batch), batch.nbytes)
             if why:
                 return f"{table.name}: inserting blocked: {why}"
-            if table.config.when_full == "block":  # otherwise a full server evicts items, or refuses the insert
+            if table.config.when_full == "block":  # for other tables, a full server evicts items or refuses the insert
                 why = self._items.why_full(batch.nbytes)
                 if why:
                     return f"{table.name}: inserting blocked: server: {why}"
         return None
 
     def why_cannot_grow(self, key: int, nbytes: int, tables: Sequence[Table]) -> Refused | None:
-        """Why a segment of `nbytes` cannot be appended to an item; None: it can.
+        """The reason why a segment of `nbytes` cannot be appended to an item; None: it can.
 
-        `tables` have the item, or may get it back from a batch. No item is evicted to make room for a segment, because
-        other clients may wait for that item.
+        `tables`: the tables that have the item, or may get it back from a batch. A table evicts no items to make room
+        for a segment, because other clients may wait for the evicted items.
         """
-        before = self._items[key].cost
-        after = before + nbytes
-        what = f"item {key} of {before} bytes with a segment of {nbytes}"
-        if after > self._max_bytes:
+        bytes_before = self._items[key].cost
+        bytes_after = bytes_before + nbytes
+        what = f"item {key} of {bytes_before} bytes with a segment of {nbytes}"
+        if bytes_after > self._max_bytes:
             return too_large(f"{what}; this server takes items of at most {self._max_bytes} bytes")
         for table in tables:
             bound = table.config.max_bytes
-            if after > (bound or math.inf):
+            if bytes_after > (bound or math.inf):
                 return too_large(f"{what}; table {table.name!r} holds at most {bound} bytes (max_bytes)")
-            if key in table:  # a reserved row does not count for the table's bytes
+            if key in table:  # otherwise a batch reserves the row, and the bytes of the table do not count it
                 why = table.why_full(0, nbytes)
                 if why:
                     remedy = "raise max_bytes, or bound it by max_size"
@@ -229,7 +238,10 @@ class InsertRules:
 
 
 def _why_not_balanced(table: Table, balanced: Balanced, batch: InsertBatch) -> Refused | None:
-    """Why `table`, which balances its draws by `balanced`, refuses the rows; None: their tag values fit."""
+    """The refusal of rows whose tag values are too many for `table`, which balances its draws; None: the values fit.
+
+    `balanced`: the sampler of the table.
+    """
     value = balanced.one_too_many(batch.labels)
     if value is None:
         return None
@@ -240,15 +252,15 @@ def _why_not_balanced(table: Table, balanced: Balanced, batch: InsertBatch) -> R
 
 
 def are_priorities(values: FloatArray) -> bool:
-    """True if all `values` (n,) are numbers from 0 to MAX_PRIORITY."""
+    """True if all `values` (n,) are numbers from 0 to MAX_PRIORITY, and none of them is NaN."""
     if values.size == 1:  # 10 times as fast as reducing an array of one element
         return 0 <= values.item() <= MAX_PRIORITY
     if values.size == 0:  # min() and max() of an empty array raise an error
         return True
-    # If a value is NaN, the minimum is NaN, and the comparison fails.
+    # If any value is NaN, the minimum is NaN, which is not >= 0.
     return bool(values.min() >= 0 and values.max() <= MAX_PRIORITY)
 
 
 def bad_priority(value: float, what: str) -> Refused:
-    """The error for a priority that is no number, or out of range. `what` names the item with this priority."""
+    """The error for a priority that is NaN or out of range. `what`: the item with this priority, in words."""
     return invalid(f"priority {float(value)} of {what}: must be a number from 0 to {MAX_PRIORITY:g}")

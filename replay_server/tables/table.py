@@ -1,19 +1,25 @@
-"""Table: the items of one table, and every change to them. Nothing here waits.
+"""Table: the items of one table, and every change to them. No function here blocks.
 
-    insert ──▶ selectable ──draw──▶ outstanding ──acknowledge──▶ selectable, or consumed
-                    │                     └──────requeue───────▶ as before the draw
-                    └── evicted, deleted, dropped as stale: gone
+    insert ──▶ selectable ──draw──▶ outstanding ──acknowledge──▶ selectable or, after its last draw, gone
+                    │                     └──────requeue───────▶ selectable, as before the draw
+                    └──evict, delete, or drop as stale or undone──▶ gone
 
-A table has four kinds of parts. The columns hold the facts of the items, one array for each fact, so that a draw of a
-hundred rows is one pass over arrays. The sampler and the remover are selectors over the slots of these columns: they
-know an order or a distribution, and no limits. The rate limiter knows three counts, and no items. The scopes know which
-keys were drawn under which scope. The methods `_show` and `_hide` add rows to all selectors and remove rows from them,
-so that all parts have the same rows. A row waits if its item lacks a column that the table requires: the remover holds
-the row, and the sampler does not.
+A table has four kinds of parts:
 
-* An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). Then it is reserved: it
-  counts as gone (`columns.py`), until its batch is acknowledged, which removes it, or requeued, which returns it. An
-  extension may retain it when the batch is acknowledged.
+* The columns hold the facts of the items, one array for each fact, so that a draw of a hundred rows is one pass over
+  arrays.
+* The sampler and the remover are selectors over the slots of these columns. A selector knows an order or a
+  distribution, but no limits of the table. The methods `_show` and `_hide` add rows to both selectors and remove rows
+  from both, so that both hold the same rows, except rows that wait. A row waits if its item lacks a column, such as
+  teacher_logprobs, that the table requires. The remover holds such a row, but the sampler does not.
+* The rate limiter knows only the numbers of inserts, samples and deletes. It does not know the items.
+* The scopes know which keys were drawn under which scope.
+
+These rules hold:
+
+* An outstanding row stays selectable, unless the draw was its last one (max_times_sampled). After its last draw, the
+  row is reserved, which means that it counts as gone (`columns.py`). If its batch is requeued, the row returns. If its
+  batch is acknowledged, the row is removed, unless an extension retains it.
 * After `requeue` everything is as if the batch had not been drawn: items, counters, limiter, scopes.
 * A reset starts a new epoch. Batches of an older epoch change nothing any more.
 * The limiter's size is the number of items here, and `bytes` is the sum of their costs. This holds before and after
@@ -21,9 +27,10 @@ the row, and the sampler does not.
 * The table does not own payloads. It calls `on_leave` with the rows that it no longer holds.
 
 Extensions (`extensions/`) act within a change of a table, in this order: copying, history, permit tables, admission,
-forwarding. Copying comes before history: when the server needs room, copies are discarded before retained rows. History
-comes before admission: it notes whether a consumed row used a permit, before admission forgets that. Permit tables come
-before admission, which counts their partial groups. Forwarding comes last, when everything else about a batch is done.
+forwarding. Copying comes before history so that, when the server needs room, copies are discarded before retained rows.
+History comes before admission so that history can note whether a consumed row used a permit, before admission forgets
+this. Permit tables come before admission, because admission counts the partial groups of the permit tables. Forwarding
+comes last, when everything else about a batch is done.
 """
 
 from __future__ import annotations
@@ -61,53 +68,55 @@ Payload = tuple[bytes | memoryview, ...]
 the chunk must be most of that message."""
 
 
-@dataclass(slots=True)  # not frozen: that would make it four times as slow to create
+@dataclass(slots=True)  # not frozen, because a frozen object takes four times as long to create
 class InsertBatch:
-    """Items that are inserted into the same tables together, from their message until they enter. They may wait.
+    """Items that are inserted into the same tables together. They may have to wait before they enter these tables.
 
-    Each attribute that is a sequence has n rows. The sums and extremes of the rows are for the insert rules.
+    The batch has n rows, one for each item. The insert rules read the totals and extremes of the rows: `nbytes`,
+    `largest`, `oldest` and `newest`.
     """
 
     keys: Sequence[int]
     priorities: Mapping[str, FloatArray]
-    """By name of the table, of which there is at least one: the priority (n,) of each row."""
+    """Name of each table that the items enter -> the priorities (n,) of the rows in that table."""
     policy_versions: IntArray
     sizes: IntArray
-    """Bytes."""
+    """The bytes of each payload."""
     payloads: Sequence[Payload]
     permits: int = 0
-    """Id of the grant from which each row uses one permit; 0: none."""
+    """Id of the grant from which each row uses one permit; 0: the rows use no permits."""
     labels: Sequence[Labels] | None = None
     """The labels of each row; None: no row has labels."""
     closes: Sequence[int] = ()
-    """Ids of batches that are acknowledged when the row enters its tables. Empty if there are several rows."""
+    """Ids of batches that are acknowledged when the only row enters its tables. Empty if there are several rows."""
     moved: bool = False
-    """True if another server has granted `permits`."""
+    """True if another server has granted the permits that the rows use."""
     completions: Sequence[int] = ()
-    """The number of completions of each group; empty: unknown."""
+    """The number of completions of the group in each row; empty: unknown."""
     completion_tokens: Sequence[int] = ()
-    """The number of tokens of all completions of each group; empty: unknown."""
+    """The number of tokens of all completions of the group in each row; empty: unknown."""
     evicted: list[tuple[int, str]] = field(default_factory=list)
-    """The buffer adds key and table of each row that a table evicts as soon as it is inserted."""
+    """(key, name of the table) of each row that a table evicts as soon as the row is inserted. The buffer fills this
+    list."""
     nbytes: int = field(init=False)
-    """Bytes of all rows, with their labels."""
+    """Bytes of the payloads and labels of all rows."""
     largest: int = field(init=False)
-    """Bytes of the largest row."""
+    """Bytes of the payload and labels of the largest row."""
     oldest: int = field(init=False)
     """Policy version of the oldest row."""
     newest: int = field(init=False)
     """Policy version of the newest row."""
 
     def __post_init__(self) -> None:
-        """Computes the sums and extremes of the rows."""
-        sizes = costs(self.sizes, self.labels)
+        """Computes the totals and extremes of the rows. Without rows, they stay unset."""
+        row_bytes = costs(self.sizes, self.labels)
         versions = self.policy_versions
-        if len(self.keys) == 1:  # 10 times as fast as reducing arrays of one element
-            self.nbytes = self.largest = sizes.item()
+        if len(self.keys) == 1:  # `item` takes a tenth of the time of `sum`, `max` or `min`
+            self.nbytes = self.largest = row_bytes.item()
             self.oldest = self.newest = versions.item()
-        elif self.keys:  # without rows, the sums and extremes stay unset
-            self.nbytes = sizes.sum().item()
-            self.largest = sizes.max().item()
+        elif self.keys:
+            self.nbytes = row_bytes.sum().item()
+            self.largest = row_bytes.max().item()
             self.oldest = versions.min().item()
             self.newest = versions.max().item()
 
@@ -115,7 +124,7 @@ class InsertBatch:
         return len(self.keys)
 
     def __getitem__(self, rows: slice) -> InsertBatch:
-        """A batch of these rows. It shares the list `evicted` with this batch."""
+        """Returns a batch of these rows. The new batch shares the list `evicted` with this batch."""
         return replace(
             self,
             keys=self.keys[rows],
@@ -146,7 +155,8 @@ class SampleRequest:
     id: int = 0
     """The id of the batch; 0: the server chooses one."""
     values: tuple[ValueRows, ...] = ()
-    """The rows of each value, for a table that balances. They sum to num_samples. Empty: the table chooses."""
+    """For a table that balances its draws: the number of rows to draw of each tag value. The numbers sum to
+    num_samples. Empty: the table chooses the numbers."""
 
 
 @dataclass
@@ -155,17 +165,17 @@ class SampleBatch:
 
     keys: KeyArray
     orders: IntArray
-    """The `order` of each row in the table. It tells the row from a later row with the same key."""
+    """The `order` of each row in the table. It distinguishes the row from a later row with the same key."""
     priorities: FloatArray
     probabilities: FloatArray
     """The probability of each row to be drawn first."""
     policy_versions: IntArray
     inserted_at: FloatArray
-    """Seconds of the server's clock."""
+    """The time at which each item was inserted, in seconds of the server's clock."""
     times_sampled: IntArray
-    """Including this draw."""
+    """The number of draws of each row, this draw included."""
     sizes: IntArray
-    """Bytes."""
+    """The bytes of each payload."""
     consumed: npt.NDArray[np.bool_]
     """True for each row whose last draw this was. The table reserves these rows until the batch ends."""
     table_size: int
@@ -187,18 +197,20 @@ class Table:
     clock: Callable[[], float]
     """The server's clock, in seconds, which never goes back."""
     on_leave: Callable[[Columns, IntArray], None]
-    """Called with the slots of items that leave the table, but not with the slots of reserved rows. The function has to
-    call `leave` of these columns, and `free` at once or later."""
+    """Called with the columns of the table and the slots of items that leave it. The function must call `leave` of
+    these columns with these slots, and then `free`, at once or later. It is not called for reserved rows, because
+    `Columns.remove_reserved` frees their slots."""
     labels_of: Callable[[Sequence[int]], Sequence[Labels] | None]
     """Returns the labels of the items with these keys; None: no item has labels."""
     on_acknowledge: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
-    """Hooks of extensions, called when a reader acknowledges a batch."""
+    """Hooks of extensions, called when a reader acknowledges a batch. Each returns the other tables that it changed."""
     on_lease: Sequence[Callable[[Table, SampleBatch], Iterable[Table]]] = ()
-    """Hooks of extensions, called when a reader gets a lease of a batch: it uses the batch, and may still lose it."""
+    """Hooks of extensions, called when a reader gets a lease of a batch. From then on, the reader uses the batch, but
+    may still lose it. Each hook returns the other tables that it changed."""
     counters: Counters = field(default_factory=Counters)
     undone: int = 0
-    """The newest policy version that was undone. The versions from the one after the current version up to this version
-    are undone."""
+    """The newest policy version that a rollback has undone. All versions above the current version, up to and including
+    this one, are undone."""
 
     def __post_init__(self) -> None:
         self.name = self.config.name
@@ -210,11 +222,12 @@ class Table:
         self.sampled = Meter(self.clock())
         """Counts drawn rows."""
         self.flow = FlowMeter()
-        """Counts draws of a table whose items are drawn once. Other tables count nothing here."""
+        """Counts the drawn items if the table draws each item only once. Otherwise it counts nothing."""
         self.waits_since = self.clock()
-        """The time since which rows wait and no waiting row was extended. It means nothing while no row waits."""
+        """The time at which a waiting row was last extended or, if that is later, at which a row began to wait while no
+        other row waited. It means nothing while no row waits."""
         self._order = 0
-        """The order of the item that was inserted last: the number of items inserted until now."""
+        """The number of items inserted until now, which is the `order` of the last of them."""
         self.epoch = 0
         """Rises with each reset. A batch of an older epoch changes nothing any more."""
         self._clear(current_version=0)
@@ -226,7 +239,7 @@ class Table:
         self.limiter = self.config.rate_limiter.build()
         self._build_selectors()
         self.bytes = 0
-        """The sum of the costs of all items here."""
+        """The sum of the costs of all items that are here."""
         self.outstanding = 0
         """Rows of batches that are neither acknowledged nor requeued."""
         self.scopes = Scopes(self.has_or_may_return)
@@ -239,15 +252,18 @@ class Table:
         self.waiting = WaitingRows(columns, config.requires)
         self.balanced: Balanced | None = None
         """The sampler, if the table balances its draws; else None."""
-        if config.balance is not None:
+        if config.balance is None:
+            self.sampler = config.sampler.build(columns)
+        else:
             self.balanced = Balanced(columns, config.balance.tag, config.balance.weights, config.sampler.build)
-        self.sampler = self.remover = self.balanced or config.sampler.build(columns)
-        # If sampler and remover have the same configuration, one selector serves as both. This is not possible if rows
-        # may wait, because only the remover holds waiting rows, or if the table balances, because only the sampler
-        # balances.
+            self.sampler = self.balanced
+        # If sampler and remover have the same configuration, one selector serves as both. There are two exceptions. If
+        # rows may wait, only the remover holds the waiting rows. If the table balances, only the sampler balances.
         needs_own_remover = config.remover != config.sampler or config.requires or self.balanced is not None
         if needs_own_remover:
             self.remover = config.remover.build(columns)
+        else:
+            self.remover = self.sampler
 
     @property
     def size(self) -> int:
@@ -270,9 +286,9 @@ class Table:
         elif self.config.when_full == "block":
             why = self.why_full(n, nbytes)
         if why:
-            waits = self.waiting.words()
-            if waits:  # rows that wait for columns fill the table, and may be the cause
-                return f"{why}; {waits}"
+            waiting_rows = self.waiting.words()
+            if waiting_rows:  # rows that wait for columns take room in the table, so they may be the cause
+                return f"{why}; {waiting_rows}"
         return why
 
     def why_full(self, n: int, nbytes: int) -> str | None:
@@ -293,22 +309,23 @@ class Table:
         return most is not None and self.columns.current_version - version > most
 
     def is_undone(self, version: int) -> bool:
-        """True if a rollback has undone the version, and the trainer has not come to it again."""
+        """True if a rollback has undone the version, and the trainer has not reached this version again since then."""
         return self.columns.current_version < version <= self.undone
 
     def fits_at_once(self, n: int, nbytes: int) -> bool:
         """True if n items of `nbytes` together may be inserted now with the same outcome as one after the other.
 
-        The items must fit without eviction. There is one exception: if a fifo is the remover, items may be evicted for
-        the size of the table. A fifo evicts the oldest items, whatever is inserted. Any other remover would choose anew
-        after each item. How many items are evicted for their bytes depends on the size of each item.
+        The items must fit without eviction, because most removers would choose anew after each item. A fifo is the
+        exception: it evicts the oldest items, whatever is inserted. So with a fifo, the items may also exceed
+        `max_size`. But they must not exceed `max_bytes`, because then the number of evicted items would depend on the
+        size of each item.
         """
         config = self.config
         if n > config.max_size:
             return False
         evicts_in_order = config.when_full == "evict" and config.remover.type == "fifo"
-        items_to_fit = 0 if evicts_in_order else n  # 0: only the bytes must fit
-        if self.why_full(items_to_fit, nbytes) is not None:
+        items_that_must_fit = 0 if evicts_in_order else n  # for 0 items, `why_full` checks only the bytes
+        if self.why_full(items_that_must_fit, nbytes) is not None:
             return False
         return self.limiter.can_insert(n)
 
@@ -339,14 +356,14 @@ class Table:
         self._evict_excess()
 
     def refuse_stale(self, batch: InsertBatch) -> None:
-        """Counts groups that are refused as too stale on arrival. They count as generated, too."""
+        """Counts the groups of an insert that is refused as too stale: as generated and, by each tag, as stale."""
         self._count_generated(batch)
         if batch.labels is not None:
             for counts in self.tag_counts.values():
                 counts.count_labels("stale", batch.labels)
 
     def _count_generated(self, batch: InsertBatch) -> None:
-        """Counts the completions and tokens of the groups, and the groups as generated by each tag."""
+        """Counts the completions and tokens of the groups and, by each tag, the groups as generated."""
         self.counters.completions += sum(batch.completions)
         self.counters.completion_tokens += sum(batch.completion_tokens)
         if batch.labels is not None:
@@ -354,7 +371,10 @@ class Table:
                 counts.count_labels("generated", batch.labels)
 
     def _count_tags(self, event: Event, slots: IntArray, sign: int = 1) -> None:
-        """Counts these rows (n,) by each tag that has a column. `sign` -1: undoes an earlier count of these rows."""
+        """Counts `event` for these rows (n,), by each tag that has a column.
+
+        `sign` -1: undoes an earlier count of these rows.
+        """
         for name, counts in self.tag_counts.items():
             counts.count_rows(event, self.columns.tags[name], slots, sign)
 
@@ -362,11 +382,11 @@ class Table:
         """Removes n items that the remover chooses."""
         slots, _ = self.remover.select(n, self.rng)
         if slots.size < n:
-            # The remover `prioritized` never chooses an item of priority 0. So the oldest of these items are evicted,
-            # too.
+            # The remover `prioritized` never chooses an item of priority 0. If it has chosen too few items, the oldest
+            # of the items that it did not choose are evicted, too.
             oldest_first = self.columns.used()
-            others = oldest_first[~np.isin(oldest_first, slots)]
-            slots = np.concatenate([slots, others])[:n]
+            not_chosen = oldest_first[~np.isin(oldest_first, slots)]
+            slots = np.concatenate([slots, not_chosen])[:n]
         assert slots.size == n, f"{n} of {self.size} items are to make room, and {slots.size} can"
         self.evict_slots(slots)
 
@@ -382,7 +402,7 @@ class Table:
         max_bytes = self.config.max_bytes or math.inf
         excess = self.size - max_size
         while excess > 0 or self.bytes > max_bytes:
-            self.evict(max(1, excess))  # if only the bytes are too many, one item after the other
+            self.evict(max(1, excess))  # if there are too many bytes but not too many items, evicts one item at a time
             excess = self.size - max_size
 
     def add_rows(
@@ -416,18 +436,18 @@ class Table:
         self._show(slots, labels)
 
     def _show(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
-        """Adds rows (n,), at least one, to the bytes and the selectors. `labels`: as in `_offer`."""
+        """Adds rows (n,), at least one, to the selectors, and adds their costs to `bytes`. `labels`: as in `_offer`."""
         self.bytes += total(self.columns.cost[slots])
         self._offer(slots, labels)
 
     def _offer(self, slots: IntArray, labels: Sequence[Labels] | None) -> None:
         """Adds rows to the selectors. The sampler gets only rows that do not wait.
 
-        `labels` are the labels of their items, and are used only if the table requires columns.
+        `labels` are the labels of the rows' items. They are used only if the table requires columns.
         """
         ready = slots
         if self.config.requires:
-            if not self.waiting.count:  # if one of these rows waits, it is the first row that waits
+            if not self.waiting.count:  # if any of these rows has to wait, the wait begins now
                 self.waits_since = self.clock()
             ready = self.waiting.add(slots, labels)
         if ready.size:
@@ -436,7 +456,7 @@ class Table:
             self.remover.insert(slots)
 
     def _hide(self, slots: IntArray) -> None:
-        """Removes rows (n,) from the selectors and the bytes: the opposite of `_show`."""
+        """Removes rows (n,) from the selectors, and their costs from `bytes`. It is the opposite of `_show`."""
         ready = slots
         if self.waiting.count:
             ready = self.waiting.remove(slots)
@@ -447,18 +467,24 @@ class Table:
         self.bytes -= total(self.columns.cost[slots])
         assert self.bytes >= 0, self.bytes
 
+    def _remove(self, slots: IntArray) -> None:
+        """Removes rows (n,) from the table. The caller counts them in the limiter."""
+        if slots.size:
+            self._hide(slots)
+            self.on_leave(self.columns, slots)
+
     # ------------------------------------------------------------------------------------------------ extend
 
     def extend(self, key: int, nbytes: int, cost: int, labels: Labels) -> bool:
-        """Notes that a segment of `nbytes` was appended to an item, which has these labels now.
+        """Notes that a segment of `nbytes` was appended to an item, whose labels are now `labels`.
 
-        `cost`: `nbytes` and the bytes by which the labels have grown. Returns True if this ends the wait of a row. The
-        item keeps its place in the order.
+        `cost` is the sum of `nbytes` and the bytes by which the labels have grown. The item keeps its place in the
+        order. Returns True if the item's row was waiting and does not have to wait any more.
         """
         columns = self.columns
         columns.grow(key, nbytes, cost)
         slot = columns.slot(key)
-        if slot is None:  # the item is not in this table, or its row is reserved and not counted
+        if slot is None:  # the item is not in this table, or its row is reserved, so `bytes` does not count it
             return False
         self.bytes += cost
         self.counters.extensions += 1
@@ -470,18 +496,12 @@ class Table:
         self.sampler.insert(np.array([slot]))
         return True
 
-    def _remove(self, slots: IntArray) -> None:
-        """Removes rows (n,) from the table. The caller counts them in the limiter."""
-        if slots.size:
-            self._hide(slots)
-            self.on_leave(self.columns, slots)
-
     # ------------------------------------------------------------------------------------------------ sample
 
     def available(self, request: SampleRequest) -> int:
         """The number of rows that a batch for `request` could have if the limiter allowed any number.
 
-        If rows may repeat, and any row can be drawn, this is num_samples.
+        If rows may repeat, and at least one row can be drawn, this number is num_samples.
         """
         if request.values and self.balanced is not None:
             excluded = self._excluded_slots(request)
@@ -502,7 +522,7 @@ class Table:
         available = self.available(request)
         if available < n:
             return f"{available} of {n} samples available (size {self.size}{self._left_out(request)})"
-        # While rows wait, the limiter is asked last: the columns that rows wait for are the better reason.
+        # While rows wait, the limiter is asked last, because the reason above says which columns the rows wait for.
         if waiting and not self.limiter.can_sample(n, waiting):
             return self.limiter.why_no_sample(n, waiting, self.waiting.words())
         return None
@@ -541,7 +561,8 @@ class Table:
             values = self.balanced.weigh_values(excluded)
             weight = sum(value["total"] for value in values)
             squares = sum(value["squares"] for value in values)
-        samples = min(self.limiter.most_samples(self.waiting.count), 1 << 62)  # the limiter may have no bound
+        # `most_samples` may be infinite, but the field must have a finite number.
+        samples = min(self.limiter.most_samples(self.waiting.count), 1 << 62)
         return {
             "total": weight,
             "squares": squares,
@@ -573,17 +594,20 @@ class Table:
         return self.draw_slots(slots, probabilities, request.scope)
 
     def draw_slots(self, slots: IntArray, probabilities: FloatArray, scope: str = "") -> SampleBatch:
-        """Draws exactly these rows (n,). Reserves the rows whose last draw this is: no other draw gets them, and they
-        stay until the batch ends. A table with `max_times_sampled` draws distinct rows only."""
+        """Draws exactly these rows (n,).
+
+        Reserves the rows whose last draw this is, so that no other draw gets them and they stay until the batch ends. A
+        table with `max_times_sampled` draws only distinct rows.
+        """
         columns = self.columns
         n = slots.size
         np.add.at(columns.times_sampled, slots, 1)  # counts a row twice if it was drawn twice
         times_sampled = columns.times_sampled[slots]
         limit = self.config.max_times_sampled
         if limit:
-            consumed_rows = times_sampled >= limit
+            is_last_draw = times_sampled >= limit
         else:
-            consumed_rows = np.zeros(n, dtype=np.bool_)
+            is_last_draw = np.zeros(n, dtype=np.bool_)
         batch = SampleBatch(
             keys=columns.key[slots],
             orders=columns.order[slots],
@@ -593,47 +617,48 @@ class Table:
             inserted_at=columns.inserted_at[slots],
             times_sampled=times_sampled,
             sizes=columns.size[slots],
-            consumed=consumed_rows,
+            consumed=is_last_draw,
             table_size=self.size,
             scope=scope,
             epoch=self.epoch,
         )
         if scope:
             self.scopes.give(scope, batch.keys.tolist())
-        consumed = int(np.count_nonzero(consumed_rows))
+        consumed = int(np.count_nonzero(is_last_draw))
         if consumed:
-            used_up = slots[consumed_rows]
+            used_up = slots[is_last_draw]
             self._hide(used_up)
             columns.reserve(used_up)
         self._count_drawn(n, consumed)
         self.sampled.add(n, self.clock())
-        if limit == 1:  # each item is drawn once, so that draws are items
+        if limit == 1:  # each item is drawn only once, so the number of draws is the number of drawn items
             self.flow.draw(columns.current_version - batch.policy_versions)
         self.outstanding += n
         assert self.limiter.size == self.size, (self.limiter, self.size)
         return batch
 
     def _count_drawn(self, n: int, consumed: int) -> None:
-        """Counts n drawn rows, of which `consumed` were drawn for the last time. Both below 0: a draw is undone."""
+        """Counts n drawn rows, of which `consumed` were drawn for the last time. Negative numbers undo a draw."""
         self.limiter.samples += n
         self.limiter.deletes += consumed
         self.counters.samples += n
         self.counters.consumed += consumed
 
     def count_sampled(self, batch: SampleBatch) -> None:
-        """Counts the rows of a batch by their tags as sampled.
+        """Counts the rows of a batch as sampled, by their tags.
 
-        Call it before the hooks `on_acknowledge`: a retained row is not found any more.
+        Call it before the hooks `on_acknowledge`, because it does not find a row that a hook has retained.
         """
         if batch.epoch != self.epoch:  # a reset has removed the rows, and set all counts to 0
             return
-        has_tags = any(len(tag) > 1 for tag in self.columns.tags.values())  # the value "" always counts
+        # Every column has the value "". If it has another value, an item has the tag.
+        has_tags = any(len(tag) > 1 for tag in self.columns.tags.values())
         if has_tags:
             slots = self.columns.find_with_reserved(batch.keys)
             self._count_tags("sampled", slots[slots >= 0])
 
     def acknowledge(self, batch: SampleBatch) -> list[int]:
-        """The reader has the batch for good. Reserved rows of the batch leave, unless an extension retains them.
+        """Ends a batch that its reader has for good. Removes the rows that it reserved, unless extensions retain them.
 
         Returns the keys of all rows that the batch has used up, retained rows included.
         """
@@ -646,7 +671,7 @@ class Table:
         return consumed
 
     def retain(self, keys: KeyArray) -> None:
-        """Retains these rows, which were just loaded: they were consumed and retained before a restart."""
+        """Retains rows that were just loaded. They were consumed and retained before a restart."""
         slots = self.columns.find(keys)
         assert (slots >= 0).all(), "a row to retain is not here"
         self._hide(slots)
@@ -655,13 +680,15 @@ class Table:
 
     def discard(self, keys: Sequence[int]) -> None:
         """Removes these retained rows for good."""
-        if keys:
-            # Only rows that are here can leave, so the rows return first. Selectors, limiter and `bytes` did not count
-            # the retained rows, and stay as they are.
-            self.on_leave(self.columns, self.columns.return_rows(keys))
+        if not keys:
+            return
+        # Only rows that are here can leave, so the rows return first. Selectors, limiter and `bytes` do not count
+        # retained rows, so they stay as they are.
+        slots = self.columns.return_rows(keys)
+        self.on_leave(self.columns, slots)
 
     def restore(self, keys: Sequence[int]) -> None:
-        """Brings retained rows back, in their old order: as if they had not been drawn."""
+        """Brings retained rows back, so that everything is as if they had not been drawn. They keep their `order`."""
         slots = self.columns.return_rows(keys)
         self.columns.times_sampled[slots] -= 1
         self.scopes.forget(keys)
@@ -678,7 +705,7 @@ class Table:
         return self.labels_of(keys)
 
     def requeue(self, batch: SampleBatch) -> list[int]:
-        """Undoes the draw. Returns the keys of the rows that the batch had reserved, and that are here again."""
+        """Undoes the draw of a batch. Returns the keys of the rows that the batch had reserved. They are here again."""
         if batch.epoch != self.epoch:  # a reset has removed the rows
             return []
         columns = self.columns
@@ -689,14 +716,17 @@ class Table:
         if batch.scope:
             self.scopes.requeue(batch.scope, batch.keys.tolist())
         if returned:
-            self._show(columns.return_rows(returned), self._labels_where_required(returned))
-        # A row of the batch that another batch reserves is found, too. The slot of a row that is gone is -1. A row may
-        # be in the batch several times: then `subtract.at` counts each time.
+            returned_slots = columns.return_rows(returned)
+            self._show(returned_slots, self._labels_where_required(returned))
+        # By now, another batch may have reserved a row of this batch. Such a row must be found, too.
         slots = columns.find_with_reserved(batch.keys)
-        is_here = slots >= 0
-        # An item that was deleted may have joined again, from another table: this row was not drawn.
-        is_here[is_here] = columns.order[slots[is_here]] == batch.orders[is_here]
-        np.subtract.at(columns.times_sampled, slots[is_here], 1)
+        is_found = slots >= 0  # the slot of a row that is gone is -1
+        slots = slots[is_found]
+        # A deleted item may have joined this table again, from another table. Its new row, which has another order, was
+        # not drawn.
+        was_drawn = columns.order[slots] == batch.orders[is_found]
+        # A row may be in the batch several times. `subtract.at` subtracts 1 for each occurrence.
+        np.subtract.at(columns.times_sampled, slots[was_drawn], 1)
         assert self.limiter.size == self.size, (self.limiter, self.size)
         return returned
 
@@ -721,7 +751,7 @@ class Table:
     # ------------------------------------------------------------------------------------- update, delete, stale, reset
 
     def update_priorities(self, keys: KeyArray, priorities: FloatArray) -> tuple[int, list[int]]:
-        """Sets the priorities (validated by the caller). If a key is named twice, the last priority counts.
+        """Sets the priorities, which the caller has validated. If a key is named twice, its last priority counts.
 
         Returns how many items were updated, and the keys that are missing.
         """
@@ -752,9 +782,9 @@ class Table:
         assert self.limiter.size == self.size, (self.limiter, self.size)
 
     def delete(self, keys: Sequence[int]) -> list[int]:
-        """Removes items. Returns missing keys."""
+        """Removes the items of these keys. Returns the keys that are not here."""
         _, slots, missing = self._find(np.array(keys, dtype=np.uint64))
-        is_last = self.columns.last_rows(slots)  # if a key is named twice, its item is dropped once
+        is_last = self.columns.last_rows(slots)  # even if a key is named twice, its item must be dropped only once
         self._drop(slots[is_last], "deleted")
         return missing
 
@@ -797,17 +827,21 @@ class Table:
         self._drop(slots[undone], "undone")
 
     def _drop(self, slots: IntArray, reason: str) -> None:
-        """Removes items (n,) for another reason than an acknowledgement. `reason`: the name of the counter to raise."""
+        """Removes items (n,) for another reason than an acknowledgement.
+
+        `reason` is the name of the counter that counts such items.
+        """
         if not slots.size:
             return
-        setattr(self.counters, reason, getattr(self.counters, reason) + slots.size)
+        count_before = getattr(self.counters, reason)
+        setattr(self.counters, reason, count_before + slots.size)
         if reason == "stale":
             never_sampled = slots[self.columns.times_sampled[slots] == 0]
             self._count_tags("stale", never_sampled)
         self.limiter.deletes += slots.size
         # An item that has left can give no more samples. If the limiter did not count the samples that the item still
-        # owed, the difference between inserts and samples would never fall again: a queue would lose a place. In other
-        # tables, evictions and deletions do not change the difference (`limiter.py`).
+        # owed, these would stay in the difference between inserts and samples for ever, and a queue would lose a place.
+        # In tables that are no queue or stack, evictions and deletions do not change the difference (`limiter.py`).
         if self.config.rate_limiter.type in ("queue", "stack") or reason in ("stale", "undone"):
             owed = np.maximum(0.0, self.limiter.samples_per_insert - self.columns.times_sampled[slots])
             self.limiter.samples += float(owed.sum())
@@ -819,41 +853,44 @@ class Table:
         columns = self.columns
         slots = columns.used()
         self.counters = Counters()
-        self._clear(columns.current_version)  # replaces `self.columns`; the rows leave the old `columns` next
+        self._clear(columns.current_version)  # replaces `self.columns`, so the rows leave the old `columns` below
         self.on_leave(columns, slots)
         return int(slots.size)
 
     # ------------------------------------------------------------------------------------- configuration and state
 
     def tags_for(self, config: TableConfig) -> dict[str, TagColumn]:
-        """By name, the tag columns for another configuration. For a tag that had no column, this reads all labels."""
+        """Returns the tag columns, by name, that the table needs for the configuration `config`.
+
+        A tag that has no column yet gets one, which is filled from the labels of all items.
+        """
         columns = self.columns
         tags: dict[str, TagColumn] = {}
-        new: list[TagColumn] = []
+        new_tags: list[TagColumn] = []
         for name in config.indexed:
             if name in columns.tags:
                 tags[name] = columns.tags[name]
             else:
                 tags[name] = TagColumn(name, columns.key.size)
-                new.append(tags[name])
-        if new:
-            self._fill(new)
+                new_tags.append(tags[name])
+        if new_tags:
+            self._fill_tags(new_tags)
         return tags
 
-    def _fill(self, tags: Iterable[TagColumn]) -> None:
+    def _fill_tags(self, tags: Iterable[TagColumn]) -> None:
         """Fills new tag columns from the labels of all items, including the items of reserved and retained rows."""
         columns = self.columns
-        may_return = [*columns.reserved.values(), *columns.retained.values()]
-        slots = np.concatenate([columns.occupied(), np.array(may_return, dtype=np.int64)])
+        slots_that_may_return = [*columns.reserved.values(), *columns.retained.values()]
+        slots = np.concatenate([columns.occupied(), np.array(slots_that_may_return, dtype=np.int64)])
         labels = self.labels_of(columns.key[slots].tolist())
         if labels is not None:
             for tag in tags:
                 tag.set(slots, labels)
 
     def configure(self, config: TableConfig, tags: dict[str, TagColumn]) -> None:
-        """Changes the configuration, but not the name. Items stay if they are allowed, and counters stay.
+        """Changes the configuration, but not the name. Counters stay, and so do the items that `config` allows.
 
-        `tags` is the result of `tags_for(config)`.
+        `tags` must be the result of `tags_for(config)`.
         """
         assert config.name == self.name
         old = self.config
@@ -867,7 +904,8 @@ class Table:
         self.columns.tags = tags
         self.tag_counts = {name: self.tag_counts.get(name) or TagCounts(name) for name in tags}
         selector_settings = ("sampler", "remover", "requires", "balance")
-        if any(getattr(config, name) != getattr(old, name) for name in selector_settings):
+        selectors_change = any(getattr(config, name) != getattr(old, name) for name in selector_settings)
+        if selectors_change:
             self._replace_selectors()
         self._fit()
 
@@ -878,7 +916,7 @@ class Table:
         slots = self.columns.used()
         if slots.size:
             labels = self._labels_where_required(self.columns.key[slots].tolist())
-            self._offer(slots, labels)  # not `_show`: `bytes` counts these rows already
+            self._offer(slots, labels)  # not `_show`, because `bytes` counts these rows already
 
     def _fit(self) -> None:
         """Removes the items that the configuration does not allow."""
@@ -890,7 +928,7 @@ class Table:
         self._evict_excess()
 
     def check_totals(self) -> None:
-        """Asserts that all counts of the items agree, between two changes."""
+        """Asserts that all counts of the items agree. Call it between two changes."""
         columns = self.columns
         columns.check_counts()
         self.limiter.check(self.size)
@@ -901,7 +939,7 @@ class Table:
         assert self.sampler.selectable() <= self.size - self.waiting.count, (self.size, self.waiting.count)
 
     def check(self) -> None:
-        """Asserts what the text of the module states. Called between two changes.
+        """Asserts what the docstring of the module states. Call it between two changes.
 
         It takes some passes over arrays, and no loop over the items.
         """
@@ -942,12 +980,14 @@ class Table:
     def _rng_json(self) -> str:
         """The state of the random generator as JSON, because msgpack has no numbers of 128 bits.
 
-        Most commits find the state unchanged, so the last JSON text is kept.
+        Usually the state has not changed since the last commit, so the JSON text of the last state is kept.
         """
         state = self.rng.bit_generator.state
-        if state != self._rng_seen[0]:
-            self._rng_seen = (state, json.dumps(state))
-        return self._rng_seen[1]
+        last_state, text = self._rng_seen
+        if state != last_state:
+            text = json.dumps(state)
+            self._rng_seen = (state, text)
+        return text
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a result of `state_dict`. Items are loaded separately."""
@@ -962,12 +1002,12 @@ class Table:
     def reconcile(self) -> int:
         """Makes the counters fit the loaded items, and the items fit the configuration.
 
-        Returns the number of missing items: the counters count them, but they were not loaded.
+        Returns the number of lost items: the loaded counters count them, but the items themselves were not loaded.
         """
-        lost = self.limiter.size - self.size  # the limiter's counts were loaded, the size is that of the loaded items
+        lost = self.limiter.size - self.size  # the first size is from the loaded counters
         self.limiter.deletes += lost
         if self.config.rate_limiter.type in ("queue", "stack"):
-            self.limiter.samples += lost  # as in `_drop`: otherwise the queue would lose places
+            self.limiter.samples += lost  # otherwise the queue would lose places: see `_drop`
         # A table that blocks or rejects never evicts. It may exceed its bounds for a while, because items that were
         # outstanding have returned.
         if self.config.when_full == "evict":

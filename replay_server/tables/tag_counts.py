@@ -3,9 +3,10 @@
 **Why.** A bound on staleness drops slow groups first. If one environment takes ten times as long as another, all its
 groups may be dropped while the totals of the table look harmless. Nobody would notice that this environment is starved.
 
-**How.** A table counts by each tag that has a column: the tags that it indexes, the tag by which it balances, and
-`environment`. The counts stay when the items leave, so at most MAX_COUNTED values of a tag are counted. A tag with more
-values, such as the name of the prompt, says nothing about an environment. It is not counted any more until a reset.
+**How.** A table counts its groups by each tag that has a column: the tags that it indexes, the tag by which it
+balances, and `environment`. The counts stay when the items leave, so their number must have a bound: at most
+MAX_COUNTED values of a tag are counted. A tag with more values, such as the name of the prompt, says nothing about an
+environment. As soon as a tag has more values, its counts are dropped, and it is not counted any more until a reset.
 
 * Items without the tag are not counted.
 * An item counts as generated when it is inserted, and also when its insert is refused as too stale.
@@ -28,7 +29,7 @@ from replay_protos.labels import Labels
 from replay_server.tables.columns import IntArray, TagColumn
 
 MAX_COUNTED = 256
-"""Values of one tag that a table counts."""
+"""The most values of one tag that a table counts."""
 
 Event = Literal["generated", "stale", "sampled"]
 
@@ -53,29 +54,37 @@ class TagCounts:
 
     @property
     def has_values(self) -> bool:
-        """True if any item ever had the tag."""
+        """True if any counted item had the tag."""
         return bool(self.values) or self.too_many
 
     def count_labels(self, event: Event, labels: Sequence[Labels]) -> None:
-        """Counts items with these labels."""
-        # Many items share one Labels object. Each such object is read only once.
-        labels_by_id = {id(of_item): of_item for of_item in labels}
+        """Counts `event` for items with these labels."""
+        # Many items share one Labels object. The value of each such object is read only once.
+        distinct = {id(item_labels): item_labels for item_labels in labels}
         items_by_id = Counter(map(id, labels))
         for identity, items in items_by_id.items():
-            self._count(event, labels_by_id[identity].text(self.name), items)
+            value = distinct[identity].text(self.name)
+            self._count(event, value, items)
 
     def count_rows(self, event: Event, column: TagColumn, slots: IntArray, sign: int = 1) -> None:
-        """Counts the rows at `slots` (n,) by the tag's column. `sign` -1: undoes an earlier count of these rows."""
-        if len(column) == 1:  # no item has the tag
+        """Counts `event` for the rows at `slots` (n,), whose values are in `column`, the column of the tag.
+
+        `sign` -1: undoes an earlier count of these rows.
+        """
+        if len(column) == 1:  # the column has only the value "", so no item has the tag
             return
         if not slots.size:
             return
-        rows = np.bincount(column.codes[slots])  # by code
-        for code in np.flatnonzero(rows).tolist():
-            self._count(event, column.values[code], sign * int(rows[code]))
+        rows_by_code = np.bincount(column.codes[slots])
+        for code in np.flatnonzero(rows_by_code).tolist():
+            rows = int(rows_by_code[code])
+            self._count(event, column.values[code], sign * rows)
 
     def _count(self, event: Event, value: str, items: int) -> None:
-        """Adds `items`, which may be below 0, to a count. Stops counting all values if there is one value too many."""
+        """Adds `items` to the count of `event` for one value. Negative `items` undo an earlier count.
+
+        If MAX_COUNTED values are counted already and this is another one, drops all counts and stops counting the tag.
+        """
         if not value or self.too_many:  # items without the tag have the value ""
             return
         counts = self.values.get(value)
@@ -86,14 +95,16 @@ class TagCounts:
                 return
             counts = ValueCounts()
             self.values[value] = counts
-        # The event to undo may be older than the counts of this tag, so that it was never counted. Counts stop at 0.
-        setattr(counts, event, max(0, getattr(counts, event) + items))
+        # An event that is undone may be older than the counts of this tag. Then it was never counted, and without `max`
+        # the count could fall below 0.
+        count_before = getattr(counts, event)
+        setattr(counts, event, max(0, count_before + items))
 
     def state(self) -> dict[str, tuple[int, ...]] | None:
         """The counts by value, as they are stored; None: the tag has too many values."""
         if self.too_many:
             return None
-        # This runs in each commit, and dataclasses.astuple takes ten times as long.
+        # This runs in each commit, so it does not use dataclasses.astuple, which takes ten times as long.
         return {value: (counts.generated, counts.stale, counts.sampled) for value, counts in self.values.items()}
 
     def load_state(self, state: Mapping[str, Sequence[int]] | None) -> None:

@@ -14,8 +14,8 @@ from replay_server.tables.meters import BlockedTime
 T = TypeVar("T")
 
 ASKS_AGAIN = 10.0
-"""If a request has ended without being served, a request that comes within this many seconds continues its wait.
-Usually that is the same client, which asks again."""
+"""If a request has ended without being served, a request that comes within this many seconds continues its wait,
+because usually it is the same client that asks again."""
 
 
 class Pending(Generic[T]):
@@ -25,13 +25,15 @@ class Pending(Generic[T]):
     """
 
     def __init__(self, since: float, deadline: float = math.inf) -> None:
-        """`since`, `deadline`: the times at which the wait begins and ends at the latest, by the server's clock."""
+        """`since`: the time at which the wait begins. `deadline`: the time at which it ends at the latest. Both are by
+        the server's clock."""
         self.since = since
         self.deadline = deadline
         self.done = False
         """True if the request has ended."""
         self.ahead = False
-        """True while the request has its place in the line, but no client waits for it yet: it was sent ahead."""
+        """True while the request has its place in the line but no client waits for it yet, because the client has sent
+        it ahead."""
         self.on_done: Callable[[], None] | None = None
         """Called when the request ends with a value or an error."""
         self.lines: list[Line[Any]] = []
@@ -57,14 +59,14 @@ class Pending(Generic[T]):
         self._leave(served=False)
 
     def result(self) -> T:
-        """The result of a request that has ended. Raises its error if it failed."""
+        """The result of the request, which must have ended. Raises its error if it failed."""
         assert self.done
         if self._error is not None:
             raise self._error
         return self.value  # type: ignore[return-value]
 
     def _end(self, served: bool) -> None:
-        """Leaves all lines, and then calls `on_done`. The caller has set the value or the error."""
+        """Ends the request: leaves all lines, and then calls `on_done`. The caller has set the value or the error."""
         assert not self.done
         self.done = True
         self._leave(served)
@@ -72,7 +74,7 @@ class Pending(Generic[T]):
             self.on_done()
 
     def _leave(self, served: bool) -> None:
-        """Leaves all lines. `served`: the request has its result, so the lines have moved."""
+        """Leaves all lines. `served`: True if the request has its result, which means that its lines have moved."""
         for line in self.lines:
             line.leave(self)
             if served:
@@ -84,7 +86,7 @@ def deadline_at(now: float, timeout: float | None) -> float:
     """The end of a wait of `timeout` seconds that begins at `now`. None: the wait never ends."""
     if timeout is None:
         return math.inf
-    if not timeout >= 0:
+    if not timeout >= 0:  # also true for NaN
         raise invalid(f"timeout must be a number of seconds from 0, not {timeout}")
     return now + timeout
 
@@ -92,9 +94,10 @@ def deadline_at(now: float, timeout: float | None) -> float:
 async def result_of(
     pending: Pending[T], now: float, time_out: Callable[[Any], None], abandon: Callable[[Any], None]
 ) -> T:
-    """The result of `pending`. Calls `time_out` at its deadline, and `abandon` if the caller is cancelled.
+    """Waits until `pending` has ended, and returns its result or raises its error.
 
-    `time_out` must end the request.
+    Calls `time_out(pending)` at the deadline, which must end the request. Calls `abandon(pending)` if this task is
+    cancelled.
     """
     remaining = pending.deadline - now
     if not pending.done and remaining <= 0:
@@ -103,8 +106,9 @@ async def result_of(
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
-        def wake() -> None:  # `pending` calls it when it ends, perhaps before the task has handled its cancellation
-            if not done.done():  # a cancelled future is done, too
+        def wake() -> None:
+            # A cancellation of this task cancels `done` at once. `pending` may still end before the task runs again.
+            if not done.done():
                 done.set_result(None)
 
         pending.on_done = wake
@@ -128,8 +132,8 @@ P = TypeVar("P", bound=Pending[Any])
 class Line(Generic[P]):
     """Pending requests, first come first served. A request that ends leaves its lines.
 
-    A client whose request ends at its deadline usually asks again. `standstill` therefore counts from the first of such
-    requests that follow each other, and not from the last. Requests that are `ahead` do not count as waits.
+    A client whose request ends at its deadline usually asks again. A series of such requests is one wait, so
+    `standstill` counts from the first of them, and not from the last. Requests that are `ahead` do not count as waits.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -137,15 +141,16 @@ class Line(Generic[P]):
         self._pending: OrderedDict[int, P] = OrderedDict()
         """The requests by `id` of the object, from the first to the last."""
         self.moved_at = -math.inf
-        """The time at which a request was served last."""
+        """The time at which a request was served last; -inf: none was."""
         self._still_since = -math.inf
         """The time since which requests wait and no request was served."""
         self._left_at = -math.inf
-        """The time at which the line was left by its last awaited request, which was not served."""
+        """The time at which the last awaited request left the line without being served; -inf: there was none since a
+        request was served."""
         self.awaited = 0
-        """The number of requests that somebody waits for."""
+        """The number of requests in the line that a client waits for: all but those that are `ahead`."""
         self.blocked = BlockedTime(clock())
-        """The time in which somebody waits for a request."""
+        """Measures the time in which `awaited` is above 0."""
 
     def join(self, pending: P) -> None:
         """Adds a request at the end of the line."""
@@ -153,53 +158,56 @@ class Line(Generic[P]):
         pending.lines.append(self)
         assert not pending.done, "a request that has ended waits again"
         if not pending.ahead:
-            self._await(pending.since)
+            self._add_awaited(pending.since)
 
     def set_ahead(self, pending: P, ahead: bool) -> None:
         """Sets `ahead` of `pending`, which is in this line."""
-        if pending.ahead and not ahead:
-            self._await(self._clock())
-        elif ahead and not pending.ahead:
-            self._count(-1, self._clock())
+        if ahead == pending.ahead:
+            return
+        if ahead:
+            self._change_awaited(-1, self._clock())
+        else:
+            self._add_awaited(self._clock())
         pending.ahead = ahead
 
-    def _await(self, since: float) -> None:
-        """Counts one more request that somebody waits for, from the time `since`."""
-        # Others wait already, or the last one that waited has left just now without being served.
+    def _add_awaited(self, since: float) -> None:
+        """Counts one more request that a client waits for, from the time `since`."""
+        # Other requests are awaited already, or the last awaited request has left just now without being served.
         continues_wait = self.awaited > 0 or since - self._left_at <= ASKS_AGAIN
         if not continues_wait:
             self._still_since = since
-        self._count(1, since)
+        self._change_awaited(1, since)
 
-    def _count(self, more: int, now: float) -> None:
-        """Adds `more`, which is 1 or -1, to the number of awaited requests."""
+    def _change_awaited(self, change: int, now: float) -> None:
+        """Adds `change`, which is 1 or -1, to the number of awaited requests."""
         before = self.awaited
-        self.awaited += more
+        self.awaited += change
         assert 0 <= self.awaited <= len(self._pending), (self.awaited, len(self._pending))
         first_begins = before == 0
         last_ended = self.awaited == 0
         if first_begins or last_ended:
-            self.blocked.set(bool(self.awaited), now)
+            self.blocked.set(self.awaited > 0, now)
 
     def leave(self, pending: P) -> None:
         """Removes a request from the line."""
         del self._pending[id(pending)]
         if not pending.ahead:
             now = self._clock()
-            self._count(-1, now)
+            self._change_awaited(-1, now)
             if not self.awaited:
                 self._left_at = now  # if the request was served, `moved` is called next and resets this
 
     def moved(self) -> None:
         """Notes that a request was served, whether it had waited in the line or not."""
         self._still_since = self.moved_at = self._clock()
-        self._left_at = -math.inf  # no request has waited in vain since then
+        self._left_at = -math.inf  # no request has left the line unserved since this one was served
 
     @property
     def still_since(self) -> float | None:
         """The time since which requests wait and no request was served.
 
-        None: no request waits, and within the last ASKS_AGAIN seconds no request has ended without being served.
+        None: no request waits, and no client is expected to ask again, because no request has ended without being
+        served in the last ASKS_AGAIN seconds.
         """
         if self.awaited or self._clock() - self._left_at <= ASKS_AGAIN:
             return self._still_since
@@ -207,7 +215,7 @@ class Line(Generic[P]):
 
     @property
     def standstill(self) -> float:
-        """Seconds for which requests have waited and no request was served; 0.0: no request waits."""
+        """Seconds since `still_since`; 0.0: the line does not stand still."""
         since = self.still_since
         if since is None:
             return 0.0
@@ -228,7 +236,7 @@ class Line(Generic[P]):
         assert (self.blocked.since is not None) == (awaited > 0), (self.blocked.since, awaited)
 
     def ahead_of(self, pending: P) -> int:
-        """The number of requests that came before `pending`."""
+        """The number of requests in the line before `pending`."""
         return list(self._pending).index(id(pending))
 
     def __iter__(self) -> Iterator[P]:

@@ -24,10 +24,11 @@ class BlockedLog:
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer
         self._logged: dict[str, float] = {}
-        """By name of each line that was logged: the time since when the line stands still, on the buffer's clock."""
+        """Name of each line whose standstill was logged -> the time at which the standstill began, by the buffer's
+        clock."""
 
     async def run(self) -> None:
-        """Looks every few seconds. Runs until it is cancelled."""
+        """Calls `look` every few seconds, until it is cancelled."""
         while True:
             await asyncio.sleep(_SECONDS_PER_LOOK)
             self.look()
@@ -37,24 +38,25 @@ class BlockedLog:
         now = self._buffer.clock()
         for name, line, reason in self._lines():
             since = line.still_since  # the beginning of the standstill; None: the line does not stand still
-            logged = self._logged.get(name)  # the beginning of the standstill that was logged; None: none was
-            if logged is not None and since != logged:  # the standstill that was logged has ended
-                change = "moves again" if line.moved_at > logged else "has nothing that waits any more"
-                log.info("%s %s after %.0f s", name, change, now - logged)
+            logged_since = self._logged.get(name)  # the beginning of the standstill that was logged; None: none was
+            if logged_since is not None and since != logged_since:  # the standstill that was logged has ended
+                change = "moves again" if line.moved_at > logged_since else "has nothing that waits any more"
+                log.info("%s %s after %.0f s", name, change, now - logged_since)
                 del self._logged[name]
-                logged = None
-            # A line may stand still while it is empty, because its client may ask again. Then nothing is logged.
-            if since is not None and logged is None and reason is not None and now - since >= LOG_AFTER:
+                logged_since = None
+            # An empty line has no reason. It may stand still, because its client may ask again, but is not logged.
+            if since is not None and logged_since is None and reason is not None and now - since >= LOG_AFTER:
                 log.warning("blocked for %.0f s: %s", now - since, reason)
                 self._logged[name] = since
 
     def _lines(self) -> Iterator[tuple[str, Line[Any], str | None]]:
         """The name of each line, the line, and the reason why its first request waits; None: no request waits."""
         buffer = self._buffer
-        for name, lines in buffer.lines.items():
-            yield f"{name}: inserting", lines.inserts, self._why_waiting(lines.inserts)
-            if name not in buffer.items.copies:  # the reader of copies waits for the next item all the time
-                yield f"{name}: sampling", lines.samples, self._why_waiting(lines.samples)
+        for table, lines in buffer.lines.items():
+            yield f"{table}: inserting", lines.inserts, self._why_waiting(lines.inserts)
+            # The reader of a table of copies waits for the next item all the time, so its wait is not logged.
+            if table not in buffer.items.copies:
+                yield f"{table}: sampling", lines.samples, self._why_waiting(lines.samples)
         admission = Admission.of(buffer)
         if admission is not None:
             head = admission.line.head

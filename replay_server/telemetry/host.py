@@ -1,8 +1,8 @@
-"""Host: the memory and disk that this process uses and has left.
+"""Host: the memory that this process uses, and the memory and disk that are left.
 
 The memory is known on Linux only. On other systems it is 0, which means unknown.
 
-`MemoryGuard` notices that too little memory is left for more items, before the system kills the server.
+`MemoryGuard` notices when too little memory is left for more items, before the system kills the server.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _NO_LIMIT = 1 << 60
 def resident_bytes() -> int:
     """Bytes of the memory of this process that are in RAM; 0: unknown."""
     try:
-        # The second number of statm counts the pages that are in RAM.
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        numbers = Path("/proc/self/statm").read_text().split()
+        pages = int(numbers[1])  # the pages that are in RAM
+        return pages * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
 
@@ -41,7 +42,7 @@ class Memory:
     """The memory of the machine, or of a control group that this process is in."""
 
     name: str
-    """The subject of sentences about it: "the machine", or "control group FOLDER"."""
+    """The subject of sentences about this memory: "the machine", or "control group FOLDER"."""
     limit: int
     """Bytes in all."""
     available: int
@@ -50,15 +51,16 @@ class Memory:
 
 def memories() -> list[Memory]:
     """The memory of the machine, and of each control group that bounds this process. Empty if none is known."""
-    machine = _machine()
+    machine = _machine_memory()
     known = [] if machine is None else [machine]
     for folder in _control_groups():
-        known += _version_2(folder) or _version_1(folder)
+        # A group is of one version. The function of the other version returns an empty list.
+        known += _group_of_version_2(folder) or _group_of_version_1(folder)
     return known
 
 
 def memory_available() -> int:
-    """Bytes that the machine has left, or the control group of a container if that is less; 0: unknown."""
+    """Bytes that this process may still take: the fewest that the machine or a control group has left; 0: unknown."""
     return min((memory.available for memory in memories()), default=0)
 
 
@@ -70,18 +72,20 @@ def disk_available(folder: Path) -> int:
         return 0
 
 
-def _machine() -> Memory | None:
+def _machine_memory() -> Memory | None:
     """The memory of the machine; None: unknown, as on other systems than Linux."""
     try:
-        facts = _facts(Path("/proc/meminfo"))  # in KiB
-        return Memory("the machine", 1024 * facts["MemTotal:"], 1024 * facts["MemAvailable:"])
+        kibibytes = _numbers_in(Path("/proc/meminfo"))
+        limit = 1024 * kibibytes["MemTotal:"]
+        available = 1024 * kibibytes["MemAvailable:"]
+        return Memory("the machine", limit, available)
     except (OSError, ValueError, KeyError):
         return None
 
 
 @cache
 def _control_groups() -> tuple[Path, ...]:
-    """The folders of the control groups of this process that may bound its memory, versions 2 and 1."""
+    """The folders of the control groups that may bound the memory of this process, of version 2 and of version 1."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -92,55 +96,57 @@ def _control_groups() -> tuple[Path, ...]:
         if controllers in ("", "memory"):  # version 2 names no controllers
             root = _CGROUP / controllers
             group = root / path.lstrip("/")
-            # The limit of a group also holds for all groups in it, so all parents count.
+            # The limit of a group also holds for all groups inside it, so the parents of a group bound it, too.
             folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
     return tuple(folders)
 
 
-def _version_2(folder: Path) -> list[Memory]:
+def _group_of_version_2(folder: Path) -> list[Memory]:
     """The memory of a control group of version 2; empty: the group has no limit, or the folder is of version 1."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = (folder / "memory.current").read_text().strip()
         if limit == "max":
             return []
-        facts = _facts(folder / "memory.stat")
-        # `file` includes shared memory, which the system cannot drop as it drops its cache of files.
-        return [_memory(folder, int(limit), int(used), facts["file"] - facts["shmem"])]
+        statistics = _numbers_in(folder / "memory.stat")
+        # `file` includes shared memory, which is subtracted, because the system can drop only its cache of files.
+        cached_files = statistics["file"] - statistics["shmem"]
+        return [_group_memory(folder, int(limit), int(used), cached_files)]
     except (OSError, ValueError, KeyError):
         return []
 
 
-def _version_1(folder: Path) -> list[Memory]:
+def _group_of_version_1(folder: Path) -> list[Memory]:
     """The memory of a control group of version 1; empty: the group has no limit, or the folder is of version 2."""
     try:
         limit = int((folder / "memory.limit_in_bytes").read_text())
         used = int((folder / "memory.usage_in_bytes").read_text())
         if limit > _NO_LIMIT:
             return []
-        facts = _facts(folder / "memory.stat")
-        return [_memory(folder, limit, used, facts["total_cache"] - facts.get("total_shmem", 0))]
+        statistics = _numbers_in(folder / "memory.stat")
+        cached_files = statistics["total_cache"] - statistics.get("total_shmem", 0)
+        return [_group_memory(folder, limit, used, cached_files)]
     except (OSError, ValueError, KeyError):
         return []
 
 
-def _memory(folder: Path, limit: int, used: int, cached_files: int) -> Memory:
-    """The memory of a control group. `used` bytes include those of `cached_files`."""
+def _group_memory(folder: Path, limit: int, used: int, cached_files: int) -> Memory:
+    """The memory of a control group, from numbers of bytes. `used` includes `cached_files`."""
     available = limit - used + max(0, cached_files)
     return Memory(f"control group {folder}", limit, max(0, available))
 
 
-def _facts(path: Path) -> dict[str, int]:
+def _numbers_in(path: Path) -> dict[str, int]:
     """The numbers in a file that has a name and a number on each line, by name."""
-    facts: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for line in path.read_text().splitlines():
         name, number, *_ = line.split()
-        facts[name] = int(number)
-    return facts
+        numbers[name] = int(number)
+    return numbers
 
 
 _MACHINE_RESERVE = 512 << 20
-"""The most bytes of the machine's memory that have to stay free."""
+"""The most bytes that the guard keeps free of the machine's memory, whatever the share is."""
 _LOOK_EVERY = 0.05
 """Seconds between two looks at the memory."""
 _TRIM_EVERY = 1.0
@@ -165,22 +171,25 @@ class MemoryGuard:
     ) -> None:
         """`share` of each memory may be in use; 1: the guard does nothing.
 
-        `release_copies` drops the items that only copies hold. `look` measures the memories.
+        `release_copies` drops the items that only tables of copies hold. `look` measures the memories.
         """
         self._share = share
         self._release_copies = release_copies
         self._look = look
         self._why: str | None = None
         """The reason why no more items fit into memory, as of the last look."""
-        self._looked_at = self._trimmed_at = -_TRIM_EVERY
+        self._looked_at = -_TRIM_EVERY
+        """The time of the last look, by `time.monotonic`. The initial value makes the first call look at once."""
+        self._trimmed_at = -_TRIM_EVERY
+        """The time of the last attempt to make room."""
         self._until_next_look = 0.0
         """Bytes that may still be received before the next look."""
 
     def why_full(self, received: int) -> str | None:
         """The reason why no more items fit into memory; None if they fit.
 
-        `received` are the bytes that have come into memory since the last call. To name the same bytes twice is
-        harmless: the guard only looks sooner.
+        `received`: the number of bytes that have come into memory since the last call. To count the same bytes twice is
+        harmless, because the guard only looks sooner.
         """
         now = time.monotonic()
         self._until_next_look -= received
@@ -193,7 +202,10 @@ class MemoryGuard:
         return self._why
 
     def _look_again(self, now: float) -> None:
-        """Sets the reason anew, and makes room first if memory is short. Logs the beginning and end of a shortage."""
+        """Measures the memories, and sets the reason anew. If memory is short, makes room and measures once more.
+
+        Logs the beginning and the end of a shortage.
+        """
         before = self._why
         self._why = self._find_reason()
         if self._why is not None and now - self._trimmed_at >= _TRIM_EVERY:
@@ -207,14 +219,14 @@ class MemoryGuard:
             log.warning("there is memory again: inserts are accepted")
 
     def _find_reason(self) -> str | None:
-        """Measures the memories. The reason why one of them is too full for more items; None: there is room.
+        """Measures the memories. Returns the reason why one of them is too full for more items; None: there is room.
 
-        Also sets the bytes that may be received before the next look.
+        Also sets the number of bytes that may be received before the next look.
         """
         self._until_next_look = float("inf")  # no bound if no memory is known
         for memory in self._look():
             reserve = int(memory.limit * (1 - self._share))
-            if memory.name == "the machine":  # of a large machine, the share would keep more free than is needed
+            if memory.name == "the machine":  # a share of a large machine would be more than is needed
                 reserve = min(reserve, _MACHINE_RESERVE)
             if memory.available < reserve:
                 return (
@@ -227,10 +239,9 @@ class MemoryGuard:
 
 
 def return_freed_memory() -> None:
-    """Returns memory that the process has freed to the system.
+    """Returns to the system the memory that the process has freed.
 
-    Otherwise malloc would keep the memory of removed items for later use, and the guard would not see this memory as
-    free.
+    Otherwise malloc would keep the memory of removed items for later use, and the guard would see this memory as used.
     """
     give_back_idle()  # large blocks that `large_buffer` would reuse
     if sys.platform == "linux":

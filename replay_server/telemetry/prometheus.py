@@ -2,7 +2,7 @@
 
 * A field of ServerInfo declares its metric in replay.proto. This module adds the few metrics that combine several
   fields.
-* A scrape asks the event loop once, for the server info. It formats the metrics on a thread of its own.
+* A scrape asks the event loop once, for the server info. The metrics are formatted on the thread of the scrape.
 * /health is "ok" if the event loop responds. It needs neither token nor TLS, because it reveals nothing else.
 * A connection that sends or reads nothing for ten seconds is cut, so that its thread ends.
 """
@@ -45,15 +45,15 @@ HEALTH = "/health"
 BOUNDS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper ends of the buckets of durations, in seconds. One more bucket counts longer times."""
 _LOOP_SECONDS = 5.0
-"""Seconds after which a scrape or a health check does not wait for the event loop any longer."""
+"""The most seconds for which a scrape or a health check waits for the event loop."""
 Families = dict[str, CounterMetricFamily | GaugeMetricFamily]
 """Metrics by name."""
-# Otherwise the library would add a series with the start time of each series.
+# Otherwise the library would add to each series another one, with the time at which the series was created.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class MetricsEndpoint:
-    """An HTTP server that listens from its construction on, and responds from `start` on.
+    """An HTTP server that listens from its construction on, and serves the server's metrics and health from `start` on.
 
     Raises OSError if it cannot listen on the address.
     """
@@ -80,7 +80,7 @@ class MetricsEndpoint:
         self.address = f"{host}:{self._http.server_port}"
 
     def start(self, info: Callable[[], pb.ServerInfo]) -> None:
-        """Responds from now on. `info` is called on the event loop that runs now."""
+        """Serves the server's metrics and health from now on. `info` is called on the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
         self._registry.register(ServerCollector(partial(self._on_loop, info)))
 
@@ -96,7 +96,7 @@ class MetricsEndpoint:
         body = f"metrics are at {PATH}, health is at {HEALTH}"
         try:
             if environ["PATH_INFO"] == PATH:
-                # Calls `ServerCollector.collect`, so it raises the errors of `_on_loop`.
+                # `_metrics` calls `ServerCollector.collect`, so it raises the errors of `_on_loop`.
                 metrics: Iterable[bytes] = self._metrics(environ, start_response)
                 return metrics
             if environ["PATH_INFO"] == HEALTH:
@@ -110,9 +110,9 @@ class MetricsEndpoint:
         return [body.encode()]
 
     def _on_loop(self, function: Callable[[], T]) -> T:
-        """Calls `function` on the event loop, and returns its result.
+        """Calls `function` on the event loop, and returns its result or raises its exception.
 
-        Raises TimeoutError if the event loop is busy, and RuntimeError before `start` and after the loop is closed.
+        Raises TimeoutError if the event loop is busy, and RuntimeError before `start` or if the loop is closed.
         """
         if self._loop is None:
             raise RuntimeError("the server is not started")
@@ -129,7 +129,7 @@ class MetricsEndpoint:
 
 
 class _Handler(WSGIRequestHandler):
-    """Handles one connection. Broken connections and requests are logged at level DEBUG only."""
+    """Handles one connection. Logs requests and broken connections at level DEBUG only."""
 
     timeout = 10.0
     """Seconds without any bytes sent or read, after which the connection is cut."""
@@ -147,14 +147,15 @@ class _Handler(WSGIRequestHandler):
 class ServerCollector(Collector):
     """Asks for the server info at each scrape, and keeps nothing between two scrapes."""
 
-    def __init__(self, ask: Callable[[], pb.ServerInfo]) -> None:
-        self._ask = ask
+    def __init__(self, ask_info: Callable[[], pb.ServerInfo]) -> None:
+        self._ask_info = ask_info
 
     def describe(self) -> list[Metric]:
-        return []  # otherwise the registry would collect the metrics at the registration
+        return []  # the metrics are known only when `collect` has asked for the server info
 
     def collect(self) -> Iterator[Metric]:
-        yield from server_metrics(self._ask())
+        info = self._ask_info()
+        yield from server_metrics(info)
 
 
 def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
@@ -162,60 +163,63 @@ def server_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
     labels = {"version": info.version, "storage": info.storage, "server_id": str(info.server_id)}
     yield InfoMetricFamily("replay_server", "Version, storage, and an id that is new at each start.", labels)
     families: Families = {}
-    _add_fields(families, info, "", "", {})
+    _add_fields(families, info, name="", text="", labels={})
     yield from families.values()
-    yield _bound(info, "replay_table_max_items", "The most items that it holds.", "max_size")
-    yield _bound(info, "replay_table_max_bytes", "Bound of replay_table_bytes, where there is one.", "max_bytes")
-    yield from _clients(info)
+    yield _table_bounds(info, "replay_table_max_items", "The most items that it holds.", "max_size")
+    yield _table_bounds(info, "replay_table_max_bytes", "Bound of replay_table_bytes, where there is one.", "max_bytes")
+    yield from _client_metrics(info)
 
 
 @cache
-def _with_metrics(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...]:
+def _fields_with_metrics(message: Descriptor) -> tuple[tuple[FieldDescriptor, pb.Field], ...]:
     """The fields of a message that have a metric, or that contain fields with a metric; each with its declaration."""
     fields = []
-    for field, option in declared(message):
-        if option.no_metric:
+    for field, declaration in declared(message):
+        if declaration.no_metric:
             continue
-        has_metric = bool(option.metric or option.label)
+        has_metric = bool(declaration.metric or declaration.label)
         if not has_metric and field.message_type is not None:
-            has_metric = bool(_with_metrics(field.message_type))
+            has_metric = bool(_fields_with_metrics(field.message_type))
         if has_metric:
-            fields.append((field, option))
+            fields.append((field, declaration))
     return tuple(fields)
 
 
 def _add_fields(families: Families, message: Message, name: str, text: str, labels: dict[str, str]) -> None:
-    """Adds the samples of a message.
+    """Adds a sample to `families` for each field of a message that has a metric, also in the messages inside it.
 
-    The fields that contain the message declare the beginning of the metrics' `name`, the help `text` and the `labels`.
+    `name`, `text` and `labels` come from the fields that contain this message: the beginning of the names of its
+    metrics, the help text of a metric that declares none, and the labels of its samples.
     """
-    for field, option in _with_metrics(message.DESCRIPTOR):
-        metric = name + option.metric
+    for field, declaration in _fields_with_metrics(message.DESCRIPTOR):
+        metric = name + declaration.metric
         value = getattr(message, field.name)
-        if field.is_repeated:  # messages with a name, such as tables: `option.label` is the label that holds the name
+        if field.is_repeated:
+            # The entries are messages with a name, such as tables. The declared label gets the name as its value.
             for entry in value:
-                _add_fields(families, entry, metric, option.help, labels | {option.label: entry.name})
+                _add_fields(families, entry, metric, declaration.help, labels | {declaration.label: entry.name})
             continue
-        label, _, label_value = option.label.partition("=")  # for example operation=insert
+        label, _, label_value = declaration.label.partition("=")  # for example operation=insert
         field_labels = labels | {label: label_value} if label else labels
         if field.message_type is not None:
             if message.HasField(field.name):
-                _add_fields(families, value, metric, option.help, field_labels)
+                _add_fields(families, value, metric, declaration.help, field_labels)
             continue
-        if not value and option.zero_is_unknown:
+        if not value and declaration.zero_is_unknown:
             continue
         # All tables share the family of a metric. Each adds one sample, with labels of its own.
         family = families.get(metric)
         if family is None:
-            kind = CounterMetricFamily if option.counter else GaugeMetricFamily
-            family = kind(metric, option.help or text, labels=list(field_labels))
+            kind = CounterMetricFamily if declaration.counter else GaugeMetricFamily
+            family = kind(metric, declaration.help or text, labels=list(field_labels))
             families[metric] = family
-        sample = float(bool(value)) if isinstance(value, str) else value  # a text, such as an error: 1 if there is one
+        # The sample of a text, such as an error, is 1 if there is a text, and 0 if the text is empty.
+        sample = float(bool(value)) if isinstance(value, str) else value
         family.add_metric(list(field_labels.values()), sample)
 
 
-def _bound(info: pb.ServerInfo, name: str, text: str, setting: str) -> Metric:
-    """The metric of the bound `setting` in the configurations of the tables. Tables without this bound are left out."""
+def _table_bounds(info: pb.ServerInfo, name: str, text: str, setting: str) -> Metric:
+    """The metric `name`, with the bound `setting` from the configuration of each table that has this bound."""
     gauge = GaugeMetricFamily(name, text, labels=["table"])
     for table in info.tables:
         bound = json.loads(table.config)[setting]
@@ -224,8 +228,8 @@ def _bound(info: pb.ServerInfo, name: str, text: str, setting: str) -> Metric:
     return gauge
 
 
-def _clients(info: pb.ServerInfo) -> Iterator[Metric]:
-    """The roles that are overdue, and the clients that are connected."""
+def _client_metrics(info: pb.ServerInfo) -> Iterator[Metric]:
+    """For each role: since when it is overdue, and the number of connected clients."""
     overdue = GaugeMetricFamily(
         "replay_overdue_seconds",
         "Since when the trainer, or all generators, are overdue: three usual intervals without a sign, "
@@ -239,6 +243,7 @@ def _clients(info: pb.ServerInfo) -> Iterator[Metric]:
     yield overdue
     connected = GaugeMetricFamily("replay_clients", "Named clients that have a call or stream open.", labels=["role"])
     for role in ("trainer", "generator", "teacher"):
+        # A client with several roles has them all in `role`, separated by commas.
         clients = [client for client in info.clients if role in client.role and client.open > 0]
         connected.add_metric([role], len(clients))
     yield connected
@@ -248,8 +253,8 @@ class Latencies:
     """The durations of the calls of each gRPC method, and the status codes of their ends.
 
     * A call with one request is timed from its request to its end, waiting included.
-    * In a stream, each message of the client is timed to the next message of the server.
-    * WatchPolicy is event-driven, so it is counted but not timed.
+    * A stream is timed from each message of the client to the next message of the server.
+    * WatchPolicy is counted but not timed, because the server sends its messages at events and not as answers.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -269,7 +274,8 @@ class Latencies:
         self._seconds.labels(method)
 
     def ended(self, method: str, code: str, seconds: float | None) -> None:
-        """Notes that a call has ended, `seconds` after its request; None: a stream, which has no single request."""
+        """Notes that a call has ended, `seconds` after its request. `seconds` is None for a stream, which has no single
+        request."""
         if seconds is not None:
             self._seconds.labels(method).observe(seconds)
         self._ended.labels(method, code).inc()

@@ -1,6 +1,6 @@
 """Tracing: OpenTelemetry spans for calls that carry a trace context.
 
-Only a program that has loaded the OpenTelemetry SDK before the server starts gets spans.
+The server makes spans only if the program has loaded the OpenTelemetry SDK before the server starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from replay_protos.framing import SERVICE
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Method = Callable[[Any, Context], Awaitable[Any]]
-"""A method of the gRPC service: takes the request and gRPC's context, and returns the response."""
+"""A method of the gRPC service, which takes the request and gRPC's context, and returns the response."""
 _NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 """The names of gRPC's status codes by their numbers."""
 
@@ -27,7 +27,10 @@ def available() -> bool:
 
 
 def traced(name: str, method: Method) -> Method:
-    """Wraps `method`, which answers one request, in a span. If the client sends no span, the call gets no span."""
+    """Wraps `method`, which answers one request, so that each call runs in a span. `name` is the name of the method.
+
+    If the client sends no span, the call gets no span.
+    """
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -51,7 +54,7 @@ def traced(name: str, method: Method) -> Method:
             context=propagator.extract(headers),
             kind=trace.SpanKind.SERVER,
             attributes=attributes,
-            # The exception is always AbortError, by which gRPC ends a call. The status below says more.
+            # An exception is always the AbortError by which gRPC ends a call. The status that is set below says more.
             record_exception=False,
             set_status_on_exception=False,
         ) as span:
@@ -73,7 +76,7 @@ def code_name(code: Any) -> str:
 
 def _tables(request: Any) -> str:
     """The tables that a request names, separated by commas."""
-    message = getattr(request, "head", request)  # an insert comes as a Frame
+    message = getattr(request, "head", request)  # the request of an insert is a Frame, which has the message as `head`
     targets = getattr(message, "targets", ())
     if targets:
         return ", ".join(target.table for target in targets)

@@ -12,8 +12,8 @@ and rewards. The fields that a trainer of groups can read become arrays of the g
 
 All other fields are packed by msgpack into one array without an axis, which only this module reads. A value that an
 array of the group cannot hold exactly, such as a log-probability that float32 rounds, is packed as well, so that
-samples come back unchanged. Unpacking makes plain values, arrays, and enums and dataclasses of the module of `Sample`.
-Unpacking runs no code from the data.
+samples come back unchanged. Unpacking makes only plain values, arrays, tensors, images, and enums and dataclasses of
+the module of `Sample`. It runs no code from the data.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PACKED = "samples"
 _NO_PROMPT = 0
 """The token that stands for the prompt of a sample that has none, because it failed."""
 _FORMS = "/forms"
-"""The packed field of a sample that holds its Forms. No field of a dataclass can have this name."""
+"""The name under which the Forms of a sample are packed. No field of a dataclass can have this name."""
 _IMAGE_MODES = ("L", "RGB", "RGBA")
 """The modes of images that are stored. In these modes the pixels describe the image completely."""
 _ARRAY, _TENSOR, _TUPLE, _OBJECT, _IMAGE = range(1, 6)
@@ -111,8 +111,8 @@ class SampleStore:
         rewards = [self._rollout_reward(members) for members in samples_by_rollout]
         packed_samples = []
         for sample, row, forms in zip(samples, rows, forms_S, strict=True):
-            in_arrays = row.exact | set(forms)
-            packed_fields = self._rest(sample, in_arrays)
+            fields_in_arrays = row.exact | set(forms)
+            packed_fields = self._packed_fields(sample, fields_in_arrays)
             packed_fields[_FORMS] = self._packb(forms)
             packed_samples.append(packed_fields)
         # "samples": for each sample, its packed fields by name. "lists": for each rollout, True if it is a list.
@@ -167,8 +167,8 @@ class SampleStore:
         return rollouts, more
 
     def _rollout_reward(self, samples: Sequence[Any]) -> float:
-        """The mean of the finite rewards of a rollout's samples; 0 without any. Usually each sample has the reward of
-        its rollout."""
+        """The mean of the finite rewards of a rollout's samples; 0 if no reward is finite. Usually all samples of a
+        rollout have the same reward."""
         rewards = [self.reward(sample) for sample in samples]
         finite = [reward for reward in rewards if abs(reward) <= MAX_VALUE]  # a comparison with NaN is False
         if not finite:
@@ -177,26 +177,29 @@ class SampleStore:
 
     # ------------------------------------------------------------------------------------------------ all other fields
 
-    def _rest(self, sample: Any, elsewhere: set[str]) -> dict[str, bytes]:
-        """The packed fields and added attributes of a sample that are not in `elsewhere`, by name.
+    def _packed_fields(self, sample: Any, fields_in_arrays: set[str]) -> dict[str, bytes]:
+        """The packed values, by name, of the fields that the arrays of the group do not hold.
 
-        `elsewhere`: the names of the fields that arrays of the group hold. Fields with their default value are left
-        out.
+        Attributes that a user has added to the sample are packed like fields. A field with its default value is left
+        out, unless it is one of _IN_ARRAYS. `fields_in_arrays`: the names of the fields that the arrays hold.
         """
         packed = {}
         for name, value in vars(sample).items():
-            if name in elsewhere:
+            if name in fields_in_arrays:
                 continue
-            # An attribute that a user added has no default. `self` stands for it, which is the value of no attribute.
-            is_default = value is self._defaults.get(name, self)
+            # An attribute that a user has added is not in `_defaults`.
+            is_default = name in self._defaults and value is self._defaults[name]
             # Without a packed value, `_sample` would set a field of _IN_ARRAYS from the arrays and not to its default.
             if name in _IN_ARRAYS or not is_default:
                 packed[name] = self._pack("samples", name, value)
         return packed
 
     def _sample(self, group: RolloutGroup, k: int, fields: Mapping[str, Any], prompt: Array, span: slice) -> Any:
-        """Row k of the group as a sample. `fields`: its packed fields. `prompt` and `span`: its prompt and the span of
-        its tokens."""
+        """Row `k` of the group as a sample.
+
+        `fields`: the values that were packed for the sample, by name. `prompt`: the token ids of its prompt. `span`:
+        the place of its response in the arrays of the group.
+        """
         assert group.loss_mask is not None
         values: dict[str, Any] = {
             "tokens": [*prompt.tolist(), *group.completion_ids[span].tolist()],
@@ -205,22 +208,28 @@ class SampleStore:
             "loss_mask": group.loss_mask[span].astype(int).tolist(),
         }
         for name, form in fields[_FORMS].items():
-            # None: `name` is a field with offsets, which are restored together with the values of their field.
-            row = row_of(group, name, k) if name in group.extras else None
-            if isinstance(row, tuple):  # of a ragged column
+            if name not in group.extras:
+                # A field with offsets has no extra of its own. It is restored below, together with its ragged field.
+                continue
+            row = row_of(group, name, k)
+            if isinstance(row, tuple):  # `name` is a ragged field
                 ids, offsets = row
                 form_of_ids, form_of_offsets = form
                 values[name] = _formed(ids, *form_of_ids)
                 values[RAGGED[name]] = _formed(offsets, *form_of_offsets)
-            elif row is not None:
+            else:
                 values[name] = _formed(row, *form)
-        for name, value in fields.items():  # packed values replace those of the arrays, which may be rounded
+        # A packed value replaces the value from the arrays, which may be rounded.
+        for name, value in fields.items():
             if name != _FORMS:
                 values[name] = value
         return _make(self._class, values)
 
     def _pack(self, whose: str, name: str, value: Any) -> bytes:
-        """The packed value of a field. Raises ValueError, with `whose` and `name`, if it cannot be packed."""
+        """The packed value of a field. Raises ValueError if the value cannot be packed.
+
+        `whose` ("samples" or "groups") and `name` tell the user in the error which value it is.
+        """
         try:
             return self._packb(value)
         except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
@@ -231,7 +240,7 @@ class SampleStore:
             ) from None
 
     def _packb(self, value: Any) -> bytes:
-        """The packed value. msgpack calls `_packed` for each part that it does not know."""
+        """The packed value. msgpack calls `_packed` for each part of the value whose type it does not know."""
         return bytes(msgpack.packb(value, default=self._packed, strict_types=True))
 
     def _unpackb(self, packed: bytes) -> Any:
@@ -239,7 +248,7 @@ class SampleStore:
         return msgpack.unpackb(packed, ext_hook=self._unpacked, strict_map_key=False)
 
     def _packed(self, value: Any) -> Any:
-        """Converts a value that msgpack does not know to an extension type. Raises TypeError if this is not
+        """Converts a value whose type msgpack does not know to an extension type. Raises TypeError if this is not
         possible."""
         kind = type(value)
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
@@ -248,7 +257,7 @@ class SampleStore:
         if kind is tuple:
             return self._extension(_TUPLE, list(value))
         is_enum = isinstance(value, enum.Enum)
-        # Only a class that `_unpacked` will find again under its name.
+        # Other enums and dataclasses are not packed, because `_unpacked` could not find their class by its name.
         if (is_enum or dataclasses.is_dataclass(kind)) and self._named(kind.__qualname__) is kind:
             content = value.value if is_enum else vars(value)
             return self._extension(_OBJECT, [kind.__qualname__, content])
@@ -265,15 +274,16 @@ class SampleStore:
         return msgpack.ExtType(code, self._packb(content))
 
     def _unpacked(self, code: int, data: bytes) -> Any:
-        """The value of an extension type, as `_packed` had it. Raises ValueError for an unknown class."""
+        """The value that `_packed` converted to an extension type. Raises ValueError for an unknown class."""
         content = self._unpackb(data)
         if code == _TUPLE:
             return tuple(content)
         if code == _ARRAY:
             is_number, dtype, shape, raw = content
-            array = np.frombuffer(raw, _plain(dtype)).reshape(shape)
-            # `array[()]` is the number in an array without dimensions. A copy, because frombuffer's array is read-only.
-            return array[()] if is_number else array.copy()
+            array = np.frombuffer(raw, _numeric_dtype(dtype)).reshape(shape)
+            if is_number:
+                return array[()]  # the number in an array without dimensions
+            return array.copy()  # a copy, because the array of frombuffer is read-only
         if code == _TENSOR:
             from safetensors.torch import load
 
@@ -300,7 +310,7 @@ class SampleStore:
 
 
 def _shown(value: Any) -> str:
-    """The value in at most 200 characters or, if it is nested too deeply, its outer levels."""
+    """The first 200 characters of the value's repr. If the value is nested too deeply for repr, its outer levels."""
     try:
         return f"{value!r:.200}"
     except RecursionError:
@@ -318,7 +328,7 @@ def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass
 class _Row:
-    """The part of the group's arrays that one sample fills."""
+    """The values of one sample for the arrays of the group."""
 
     prompt: Array
     completion: Array
@@ -329,35 +339,38 @@ class _Row:
 
     @classmethod
     def of(cls, sample: Any) -> _Row:
-        """The row of a sample. A field that does not fit leaves its array at a default, and is not in `exact`."""
+        """The row of a sample. If a field does not fit into its array, the array gets a default, and the field is not
+        in `exact`."""
         exact: set[str] = set()
         tokens = _ids(sample.tokens)
         length = sample.response_length
-        if tokens is not None and isinstance(length, int) and 0 <= length < tokens.size:  # the prompt has a token
+        if tokens is not None and isinstance(length, int) and 0 <= length < tokens.size:
+            # The response has fewer tokens than the sample, so the prompt has at least one token.
             exact |= {"tokens", "response_length"}
             prompt = tokens[: tokens.size - length]
             completion = tokens[tokens.size - length :]
-        else:  # the sample failed before it had a response, so it has no token to train on
+        else:
+            # The sample failed before it had a response, so it has no token to train on.
             prompt = np.array([_NO_PROMPT], np.int32)
             completion = np.zeros(0, np.int32)
 
-        logprobs = np.full(completion.size, np.nan, np.float32)  # unknown
-        sampled = _numbers(sample.rollout_log_probs, "f")
-        if sampled is not None and sampled.shape == logprobs.shape and (sampled <= MAX_LOGPROB).all():
+        logprobs = np.full(completion.size, np.nan, np.float32)  # NaN: unknown
+        values = _numbers(sample.rollout_log_probs, "f")
+        if values is not None and values.shape == logprobs.shape and (values <= MAX_LOGPROB).all():
             with np.errstate(over="ignore"):  # a number beyond float32 becomes -inf, and is refused below
-                narrow = sampled.astype(np.float32)
-            if np.isfinite(narrow).all():
-                logprobs = narrow
-                # float32 holds the numbers of the sample exactly.
-                if (narrow == sampled).all() and type(sampled) is np.ndarray:
+                float32_values = values.astype(np.float32)
+            if np.isfinite(float32_values).all():
+                logprobs = float32_values
+                is_exact = (float32_values == values).all()
+                if is_exact:
                     exact.add("rollout_log_probs")
 
         mask = np.ones(completion.size, np.bool_)
         loss_mask = _numbers(sample.loss_mask, "iu")
         if loss_mask is not None and loss_mask.shape == mask.shape:
             mask = loss_mask != 0
-            is_boolean = ((loss_mask == 0) | (loss_mask == 1)).all()
-            if is_boolean and not sample.remove_sample:  # below, the mask of a removed sample is replaced
+            has_only_0_and_1 = ((loss_mask == 0) | (loss_mask == 1)).all()
+            if has_only_0_and_1 and not sample.remove_sample:  # below, the mask of a removed sample is replaced
                 exact.add("loss_mask")
         if sample.remove_sample:
             mask = np.zeros_like(mask)
@@ -365,7 +378,7 @@ class _Row:
 
 
 def _ids(tokens: Any) -> npt.NDArray[np.int32] | None:
-    """A list of token ids as an array; None if it is empty, or not a list of numbers from 0 to 2**31 - 1."""
+    """A list of token ids as an array; None if `tokens` is empty, or not a list of numbers from 0 to 2**31 - 1."""
     array = _numbers(tokens, "iu")
     if array is None or not array.size:
         return None
@@ -375,8 +388,8 @@ def _ids(tokens: Any) -> npt.NDArray[np.int32] | None:
 
 
 def _numbers(values: Any, kinds: str) -> Array | None:
-    """A list of numbers as an array of one dimension. An empty list counts as numbers of any kind. None: not a list, or
-    not numbers of the dtype kinds `kinds`."""
+    """A list of numbers as an array of one dimension; None if `values` is no list, or if its numbers do not have one
+    of the dtype kinds `kinds`. An empty list fits all kinds."""
     if type(values) is not list:
         return None
     if not values:
@@ -388,16 +401,17 @@ def _numbers(values: Any, kinds: str) -> Array | None:
 
 
 def _finish_reason(sample: Any) -> str:
-    """The finish reason in OpenAI's words, as groups have it; a status without such a word as it is."""
+    """The finish reason of a sample, in OpenAI's words, as groups have it. If OpenAI has no word for the status of the
+    sample, the finish reason is the status itself."""
     status = str(sample.status.value)
     return {"truncated": "length", "completed": "stop", "pending": "stop"}.get(status, status)
 
 
-# ------------------------------------------------------------------------------------------------ fields of each token
+# -------------------------------------------------------------------------------- fields with values for each token
 
 
 Forms = dict[str, Any]
-"""For one sample, by name of the field: what `_formed` needs to restore the field from its column (see `_form`)."""
+"""For one sample: name of a field -> the arguments with which `_formed` restores the field from its column."""
 Column = tuple[str, list[Any]]
 """The axis of a column, and its rows: one for each sample."""
 
@@ -405,8 +419,8 @@ Column = tuple[str, list[Any]]
 def _columns(samples: Sequence[Any], rows: Sequence[_Row]) -> tuple[dict[str, Column], list[Forms]]:
     """The columns of the fields that have values for each token, by name, and the Forms of each of the S samples.
 
-    If a sample lacks such a field because the sample failed, its row has zeros. A field does not become a column if its
-    sizes do not fit its axis.
+    If a sample lacks such a field because the sample failed, the sample's row in the column has zeros or, in a ragged
+    column, empty sets. If the values of a sample do not fit a column, no column is made for the field.
     """
     columns: dict[str, Column] = {}
     forms_S: list[Forms] = [{} for _ in samples]
@@ -422,29 +436,29 @@ def _columns(samples: Sequence[Any], rows: Sequence[_Row]) -> tuple[dict[str, Co
 
 
 def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms_S: Sequence[Forms]) -> Column | None:
-    """The column of a field with a value or a row for each token; None if the field of a sample has another size.
+    """The column of a field with a value or a row for each token.
 
-    Adds the form of the field to the Forms of each sample that has the field.
+    None: no sample has the field, or the values of a sample do not fit the column. Adds the form of the field to the
+    Forms of each sample that has the field.
     """
     if name in WHOLE:
         axis = "whole"
         sizes = [row.prompt.size + row.completion.size for row in rows]
-        # The last token is not fed to the model again, so the field may lack a row for it.
-        may_lack = 1
+        # The last token is never fed to the model, so the field may lack a row for it.
+        most_missing = 1
     else:
         axis = "token"
         sizes = [row.completion.size for row in rows]
-        may_lack = 0
+        most_missing = 0
     values = [getattr(sample, name, None) for sample in samples]
     arrays = [_array(value) for value in values]
     present = [array for array in arrays if array is not None]
     if not present:  # no sample has the field
         return None
     for value, array, size in zip(values, arrays, sizes, strict=True):
-        is_no_array = array is None and value is not None
-        if is_no_array:
+        if array is None and value is not None:  # the value cannot become an array
             return None
-        if array is not None and not size - may_lack <= len(array) <= size:
+        if array is not None and not size - most_missing <= len(array) <= size:
             return None
     row_shapes = {array.shape[1:] for array in present}
     if len(row_shapes) > 1:
@@ -459,10 +473,10 @@ def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms
 
 
 def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms_S: Sequence[Forms]) -> Column | None:
-    """The column of a field with a set of values for each token of the response; None if the sets of a sample do not
-    fit.
+    """The column of a field with a set of values for each token of the response.
 
-    Adds the forms of the field, and of the field with its offsets, to the Forms of each sample that has the field.
+    None: no sample has the field, or the sets of a sample do not fit its response. Adds the forms of the field, and of
+    the field with its offsets, to the Forms of each sample that has the field.
     """
     name_of_offsets = RAGGED[name]
     ids_S = [_array(getattr(sample, name, None)) for sample in samples]
@@ -478,7 +492,8 @@ def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], form
             continue
         sets.append((ids.astype(dtype), offsets))
         forms[name] = [_form(getattr(sample, name), ids), _form(getattr(sample, name_of_offsets), offsets)]
-        forms[name_of_offsets] = None  # the form is in that of `name`; the name says that the field is not packed
+        # The form of the offsets is in the entry above. This entry only tells `group_of` not to pack the offsets.
+        forms[name_of_offsets] = None
     return RAGGED_AXIS, sets
 
 
@@ -520,14 +535,15 @@ def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
     dtype = np.result_type(*arrays)
     if dtype.kind == "f":
         fits_float32 = all((array.astype(np.float32) == array).all() for array in arrays)
-        # Only float64 can become smaller: float32 and float16 stay as they are.
-        return np.dtype(np.float32) if fits_float32 and dtype == np.float64 else dtype
+        if fits_float32 and dtype == np.float64:
+            return np.dtype(np.float32)
+        return dtype
     low = min((int(array.min()) for array in arrays if array.size), default=0)
     high = max((int(array.max()) for array in arrays if array.size), default=0)
-    for kind in (np.uint8, np.int32):
-        info = np.iinfo(kind)
+    for candidate in (np.uint8, np.int32):
+        info = np.iinfo(candidate)
         if info.bits >= np.iinfo(least).bits and info.min <= low and high <= info.max:
-            return np.dtype(kind)
+            return np.dtype(candidate)
     return np.dtype(np.int64)
 
 
@@ -550,7 +566,7 @@ def _formed(row: Array, form: str, dtype: str, length: int) -> Any:
 
     `form`, `dtype` and `length`: see `_form`.
     """
-    array = np.array(row[:length], dtype=_plain(dtype))
+    array = np.array(row[:length], dtype=_numeric_dtype(dtype))
     if form == "list":
         return array.tolist()
     if form == "torch":
@@ -561,14 +577,14 @@ def _formed(row: Array, form: str, dtype: str, length: int) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    """True for a tensor of torch. Does not import torch: a tensor exists only if it is imported."""
+    """True for a tensor of torch. Does not import torch, because a tensor exists only if torch is imported already."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _plain(dtype: str) -> np.dtype[Any]:
+def _numeric_dtype(name: str) -> np.dtype[Any]:
     """The dtype with this name. Raises ValueError if it is not a dtype of numbers."""
-    named = np.dtype(dtype)
-    if named.kind not in "biuf":
-        raise ValueError(f"{dtype!r} is no dtype of numbers")
-    return named
+    dtype = np.dtype(name)
+    if dtype.kind not in "biuf":
+        raise ValueError(f"{name!r} is no dtype of numbers")
+    return dtype

@@ -4,16 +4,18 @@
         def get_trainer(self, **arguments): return ServerFullyAsyncTrainer(**arguments)
 
 generator ──finished group──▶ SkyRL's own buffer ──▶ mini-batch ──▶ checkpoint
-    │  ▲                                              ▲     │           │
-    ▼  └──after a restart── finished ◀──deleted───────┼─────┼───────────┘
- finished                                        replay ◀───┘
+  │   ▲                                               ▲      │          │ deletes the copies of the
+  │   │ after a restart                 stored groups │      │          │ groups that it contains
+  ▼   │                                               │      ▼          ▼
+table `finished`                                   table `replay`     table `finished`
 
-SkyRL's buffer is a queue in the memory of the trainer, and SkyRL asserts that it agrees with prompts, epochs and
-counts. So this adapter does not replace the queue. It keeps a copy of each finished group on the server until a
+SkyRL's buffer is a queue in the memory of the trainer, and SkyRL asserts that the queue agrees with its prompts, epochs
+and counts. So this adapter does not replace the queue. It keeps a copy of each finished group on the server until a
 checkpoint contains the group. A trainer that resumes asks for all prompts that its checkpoint does not name. If the
 server has the group of such a prompt, the group is taken from the server and not generated.
 
-Before a mini-batch becomes training input, groups of `replay` take the place of groups whose rewards are all equal.
+Before a mini-batch becomes training input, groups of the table `replay` take the place of groups whose rewards are all
+equal.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class SkyRLSettings:
     """host:port; None: REPLAY_ADDRESS."""
     finished: str = "finished"
     """The table of finished groups that no checkpoint contains. A table that is configured as a queue is refused,
-    because no program draws from this table."""
+    because inserts into a queue wait for draws, and no program draws from this table."""
     pool: str | None = "replay"
-    """The table of groups that were trained on, and that replace groups without variance; None: nothing is replaced."""
+    """The table of groups that were trained on. They replace groups without variance. None: nothing is replaced."""
     max_staleness: int | None = None
     """The most steps that a stored group may lag; None: SkyRL's `fully_async.max_staleness_steps`."""
     on_unavailable: OnUnavailable = "continue"
@@ -63,7 +65,7 @@ class _KeepingGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has 
     """SkyRL's generator, which stores the groups that it generates, and generates no group that is stored already."""
 
     def __init__(self, generator: Any, trainer: Any) -> None:
-        """`trainer`: the trainer with the server, a WithServer."""
+        """`trainer`: the trainer that uses the server, an instance of WithServer."""
         self._generator = generator
         self._trainer = trainer
         self._takes_disable_tqdm = "disable_tqdm" in inspect.signature(generator.generate).parameters
@@ -73,11 +75,14 @@ class _KeepingGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has 
         return getattr(self._generator, name)
 
     async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
-        """The output for a batch, which in training is one prompt: the stored output, or a generated one."""
+        """The output for a batch. In training, a batch is one prompt, and its output is stored.
+
+        If the server has the output already, it is returned. Otherwise SkyRL's generator generates the output.
+        """
         generate = self._generator.generate
         if self._takes_disable_tqdm:
             generate = partial(generate, disable_tqdm=disable_tqdm)
-        if not self._stores(input_batch.get("batch_metadata")):
+        if not self._is_to_be_stored(input_batch.get("batch_metadata")):
             return await generate(input_batch)
         place = (self._trainer.epoch, input_batch["trajectory_ids"][0].instance_id)
         prompts = input_batch["prompts"]
@@ -89,16 +94,16 @@ class _KeepingGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has 
         await in_daemon_thread(partial(self._trainer.keep, place, output, step, prompts))
         return output
 
-    def _stores(self, metadata: Any) -> bool:
-        """True if the output for a batch with this metadata is stored."""
+    def _is_to_be_stored(self, metadata: Any) -> bool:
+        """True if the output for a batch with this metadata is to be stored."""
         if metadata is None or metadata.training_phase != "train":
             return False
-        # Without checkpoints, no run is ever resumed, and no run would use the stored groups.
+        # Without checkpoints, no run is ever resumed, so no run would use the stored groups.
         return bool(self._trainer.cfg.trainer.ckpt_interval > 0)
 
 
 class WithServer:
-    """Adds the server to one of SkyRL's fully asynchronous trainers. `replay`: the settings."""
+    """Adds the server to one of SkyRL's fully asynchronous trainers. The argument `replay` has the settings."""
 
     # SkyRL's trainer sets these.
     cfg: Any
@@ -118,29 +123,30 @@ class WithServer:
         if self.cfg.generator.sampling_params.logprobs is None:
             raise ValueError("generator.sampling_params.logprobs is None: set it to 1, groups are stored with them")
         self.client = ReplayClient.from_env(settings.timeout, address=settings.address)
-        self._bound = self.max_staleness_steps if settings.max_staleness is None else settings.max_staleness
+        self._max_staleness = self.max_staleness_steps if settings.max_staleness is None else settings.max_staleness
         """The most steps that a stored group may lag."""
         options: dict[str, Any] = {
             "sequences": True,
             "on_unavailable": settings.on_unavailable,
             "timeout": settings.timeout,
         }
-        # The same for each start of a run, because a run that resumes has the same folder of checkpoints.
+        # Each start of a run gets the same name, because a run that resumes has the same folder of checkpoints.
         run = hashlib.sha256(str(self.cfg.trainer.ckpt_path).encode()).hexdigest()[:16]
         self._finished = FinishedGroups(self.client, settings.finished, run=run, **options)
         self._pool: GroupPool | None = None
         if settings.pool is not None:
-            self._pool = GroupPool(self.client, settings.pool, max_staleness=self._bound, **options)
+            self._pool = GroupPool(self.client, settings.pool, max_staleness=self._max_staleness, **options)
         self._scope = uuid.uuid4().hex
         """The beginning of the scopes of this run's draws."""
-        self._steps: dict[str, int] = {}
-        """By uid of a group that came from the server: the step at which it was generated, in the count of this run."""
+        self._steps_of_recalled: dict[str, int] = {}
+        """Uid of a group that came from the server -> the step at which the group was generated, as this run counts
+        steps."""
         self._counts = dict.fromkeys(_COUNTS, 0)
         """The counters of the current step, by the names of their metrics."""
         self.generator = _KeepingGenerator(self.generator, self)
 
     async def train(self) -> None:
-        """SkyRL's training. At its end, deletes the groups that the last checkpoint contains from the server."""
+        """Runs SkyRL's training. Then deletes from the server the groups that the last checkpoint contains."""
         try:
             await super().train()  # type: ignore[misc]
             await in_daemon_thread(lambda: self._finished.forget(dict(self._finished.contained)))
@@ -150,21 +156,21 @@ class WithServer:
     # ------------------------------------------------------------------------------------------- finished groups
 
     def recalled(self, place: Place, prompts: Any) -> dict[str, Any] | None:
-        """The output for a prompt that an earlier start of the run left on the server. None: it must be generated."""
+        """The output for a prompt, if an earlier start of the run left it on the server. None: it must be generated."""
         group = self._finished.get(place)
         if group is None:
             return None
         read = output_of(group)
         # SkyRL counts steps from 1, so `global_step` - 1 updates are done.
         lag = max(0, self._finished.version_of(self.global_step - 1) - group.policy_version)
-        if read is None or read[1]["prompts"] != prompts or lag > self._bound:
-            # Another program's group, a group of another prompt, or a group that is too old.
+        if read is None or read[1]["prompts"] != prompts or lag > self._max_staleness:
+            # The group is of another program or of another prompt, or it is too old.
             self._finished.forget({place: self._finished.held[place]})
             self._counts["replay/groups_generated_again"] += 1
             return None
         output, _ = read
         _, uid = place
-        self._steps[uid] = self.global_step - lag
+        self._steps_of_recalled[uid] = self.global_step - lag
         self._counts["replay/groups_recalled"] += 1
         return output
 
@@ -182,14 +188,15 @@ class WithServer:
         return folder
 
     def load_checkpoints(self) -> Any:
-        """Loads SkyRL's checkpoint. Looks up the finished groups on the server, and deletes those in the checkpoint."""
+        """Loads SkyRL's checkpoint. Looks up the finished groups on the server, and deletes those that the checkpoint
+        contains."""
         loaded = super().load_checkpoints()  # type: ignore[misc]
         step, _, uids, _, epoch = loaded
         self._finished.find()
         if epoch is None:  # SkyRL has loaded no checkpoint, or one that does not name its epoch
             epoch = step // self.num_steps_per_epoch
         self._finished.saved(epoch, uids or set())
-        # At once, and not at the next checkpoint: the checkpoint that was loaded is on the disk.
+        # The groups need not stay until the next checkpoint, because the checkpoint that was loaded is on the disk.
         self._finished.forget(dict(self._finished.contained))
         return loaded
 
@@ -204,18 +211,19 @@ class WithServer:
 
     def _replaced(self, groups: list[GeneratedOutputGroup]) -> list[GeneratedOutputGroup]:
         """The groups of a mini-batch after replacement. Adds metrics to SkyRL's."""
-        self._finished.advance(self.global_step - 1)  # SkyRL counts steps from 1: this many updates are done
-        for place, group in enumerate(groups):
-            # A group from the server was generated at an earlier step than SkyRL scheduled it.
-            step = self._steps.pop(group.uid, group.global_step_when_scheduled)
-            groups[place] = dataclasses.replace(group, global_step_when_scheduled=step)
+        self._finished.advance(self.global_step - 1)  # SkyRL counts steps from 1, so this many updates are done
+        for index, group in enumerate(groups):
+            # SkyRL notes the step at which it asked for a group. A group that the server had is from an earlier step.
+            step = self._steps_of_recalled.pop(group.uid, group.global_step_when_scheduled)
+            groups[index] = dataclasses.replace(group, global_step_when_scheduled=step)
         if self._pool:
-            fresh = {place: self._rollout_group(group) for place, group in enumerate(groups)}
-            columns = columns_of(fresh[0])  # SkyRL joins the lists of all groups, which must have equal names
+            fresh = {index: self._rollout_group(group) for index, group in enumerate(groups)}
+            # SkyRL joins the lists of all groups, so only groups whose lists have the same names are drawn.
+            columns = columns_of(fresh[0])
             scope = f"{self._scope}/{self.global_step}"
             drawn, metrics = self._pool.replace(fresh, scope, lambda group: columns_of(group) == columns)
-            for place, sample in drawn.items():
-                groups[place] = self._in_place(groups[place], sample)
+            for index, sample in drawn.items():
+                groups[index] = self._in_place(groups[index], sample)
             self.all_metrics.update(metrics)
         self.all_metrics.update(self._counts)
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -245,7 +253,8 @@ class WithServer:
 
 
 _COUNTS = ("replay/groups_recalled", "replay/groups_generated_again")
-"""The metrics that count prompts whose group was taken from the server, and prompts whose group there was unusable."""
+"""The metrics that count groups which were taken from the server, and groups there which were unusable and therefore
+generated again."""
 
 
 class ServerFullyAsyncTrainer(WithServer, FullyAsyncRayPPOTrainer):  # type: ignore[misc]

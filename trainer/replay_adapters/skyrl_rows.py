@@ -18,13 +18,13 @@ from replay_adapters.samples import SampleStore, samples_of
 from replay_client import RolloutGroup
 
 _TOKENS = ("prompt_token_ids", "response_ids")
-"""Lists of SkyRL's output that are the tokens of a row."""
+"""The lists of SkyRL's output whose entries, joined, are the `tokens` of a row."""
 _NAMES = {
     "loss_masks": "loss_mask",
     "rollout_logprobs": "rollout_log_probs",
     "rollout_expert_indices": "rollout_routed_experts",
 }
-"""Further lists of SkyRL's output -> the name that SampleStore has for an entry of the list."""
+"""Name of a list of SkyRL's output -> the name that SampleStore has for an entry of the list."""
 
 
 @dataclass
@@ -36,8 +36,10 @@ class StopReason:
 
 @dataclass
 class SkyRLRow:
-    """A row of SkyRL's output, in the form that SampleStore reads. The entry of each further list of the output is an
-    attribute with the name of the list."""
+    """A row of SkyRL's output, in the form that SampleStore reads.
+
+    If the output has further lists, the row has the entry of each as an attribute with the name of the list.
+    """
 
     tokens: Any = None
     response_length: Any = None
@@ -102,16 +104,20 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
 
 
 def columns_of(group: RolloutGroup) -> list[str] | None:
-    """The names of the lists of rows in the output of a group; None: another program's group."""
+    """The names of the lists in a group's output that have an entry for each row; None: another program's group."""
     read = _STORE.read(group)
-    return None if read is None else read[1].get("columns")
+    if read is None:
+        return None
+    _, more = read
+    columns: list[str] | None = more.get("columns")
+    return columns
 
 
 def output_of(group: RolloutGroup) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """(output, more): the output that was passed to `group_of`, and the values stored with it. None: another program's
-    group.
+    """(output, more): the output that was passed to `group_of`, and the values that were stored with it.
 
-    `more` has `columns` (the names of the lists of rows in the output) and `prompts`.
+    `more` has `columns`, the names of the lists in the output that have an entry for each row, and `prompts`. None:
+    another program's group.
     """
     read = _STORE.read(group)
     if read is None:
@@ -128,7 +134,7 @@ def output_of(group: RolloutGroup) -> tuple[dict[str, Any], dict[str, Any]] | No
             columns[name] = [getattr(row, _NAMES.get(name, name)) for row in rows]
     columns["prompt_token_ids"] = [row.tokens[: len(row.tokens) - row.response_length] for row in rows]
     columns["response_ids"] = [row.tokens[len(row.tokens) - row.response_length :] for row in rows]
-    # The entries of the output, in their order.
+    # The output gets its entries in the order in which SkyRL's output had them.
     output: dict[str, Any] = {}
     for name in more["names"]:
         output[name] = more["rest"][name] if name in more["rest"] else columns[name]

@@ -2,7 +2,8 @@
 
     --rollout-function-path replay_adapters.slime.generate_rollout
 
-With `--use-tis --tis-clip 2.0`, slime then corrects by the log-probabilities that are stored with the samples.
+The stored samples come from an older policy. With `--use-tis --tis-clip 2.0`, slime corrects for this by the
+log-probabilities that are stored with the samples.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ IMAGES = ("multimodal_inputs", "multimodal_train_inputs")
 _ENDED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 """The statuses of a sample that did not fail."""
 _OF_PLACE = ("group_index", "index", "rollout_id", "metadata", "session_id")
-"""Fields that a stored sample takes from the sample that it replaces: slime orders and groups samples by them."""
+"""Fields that a stored sample takes from the sample that it replaces, because slime orders and groups samples by
+them."""
 _MEASURED = ("spec_info", "prefix_cache_info", "non_generation_time")
-"""Fields with measurements of this step, which a stored sample takes from the sample that it replaces. slime sums them
-over samples."""
+"""Fields with measurements of this step, which a stored sample takes from the sample that it replaces, because slime
+sums them over the samples of the step."""
 _RUN = uuid.uuid4().hex
 """A random name of this run, for the scopes of its draws."""
 
@@ -47,10 +49,14 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
     Adds metrics `replay/*`. In evaluation nothing is replaced.
 
-    Settings are attributes of `args`, from slime's --custom-config-path: `replay_address` (host:port; left out:
-    REPLAY_ADDRESS), `replay_table` ("replay"), `replay_max_staleness` (rollouts), `replay_on_unavailable`, and
-    `replay_rollout_function`, the path of the function that generates (default: slime's own). `replay_on_unavailable`
-    is "continue" (the default: while the server is away, train on the generated groups) or "raise".
+    The settings are attributes of `args`, which come from the file of slime's --custom-config-path:
+
+    * `replay_address`: host:port of the server. Default: REPLAY_ADDRESS.
+    * `replay_table`: the table of the pool. Default: "replay".
+    * `replay_max_staleness`: the most rollouts that a stored group may lag. Default: only the limit of the table holds.
+    * `replay_on_unavailable`: "continue" trains on the generated groups while the server is away, "raise" ends the run.
+      Default: "continue".
+    * `replay_rollout_function`: the path of the function that generates. Default: slime's own.
     """
     from slime.utils.misc import load_function
 
@@ -68,7 +74,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | None = None) -> RolloutFnTrainOutput:
-    """`output`, with its zero-variance groups replaced as far as `pool` has replacements.
+    """`output`, with its zero-variance groups replaced by groups of `pool`, as far as `pool` has enough of them.
 
     Stores the groups with variance in `pool`. Groups with a failed sample or with images stay as they are, because they
     cannot be trained on again. Raises ValueError if the samples have no log-probabilities, or a field that cannot be
@@ -76,7 +82,7 @@ def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | No
     """
     version = pool.advance(rollout_id)
     store = SampleStore(Sample, reward_key)
-    # By place, which is the position of a group in the output.
+    # The keys of these two dicts are the positions of the groups in the output.
     storable = {place: rollouts for place, rollouts in enumerate(output.samples) if _is_storable(rollouts, store)}
     groups = {place: store.group_of(rollouts, version) for place, rollouts in storable.items()}
     drawn, metrics = pool.replace(groups, f"{_RUN}/{rollout_id}", lambda group: store.read(group) is not None)
@@ -89,8 +95,9 @@ def replaced(output: Any, pool: GroupPool, rollout_id: int, reward_key: str | No
 
 def _is_storable(group: Any, store: SampleStore) -> bool:
     """True if every sample of a group can be trained on at another time."""
-    has_only_rollouts = isinstance(group, list) and bool(group) and all(group)
-    if not has_only_rollouts:
+    if not isinstance(group, list) or not group:
+        return False
+    if not all(group):  # a rollout has no samples
         return False
     for rollout in group:
         for sample in samples_of(rollout):
@@ -100,11 +107,14 @@ def _is_storable(group: Any, store: SampleStore) -> bool:
 
 
 def _can_be_stored(sample: Any, store: SampleStore) -> bool:
-    """True if a sample can be trained on at another time. Raises ValueError if it ended without log-probabilities."""
+    """True if a sample can be trained on at another time.
+
+    Raises ValueError for a sample that lacks log-probabilities although it did not fail.
+    """
     has_logprobs = len(sample.rollout_log_probs or ()) == sample.response_length
-    if not has_logprobs and sample.status in _ENDED:
-        raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
     if not has_logprobs:
+        if sample.status in _ENDED:
+            raise ValueError("slime's samples lack rollout_log_probs: use a rollout function that returns them")
         return False
     if any(getattr(sample, name, None) is not None for name in IMAGES):
         return False
@@ -118,10 +128,10 @@ def _can_be_stored(sample: Any, store: SampleStore) -> bool:
 
 
 def _restored(replaced_rollouts: Sequence[Any], group: RolloutGroup, store: SampleStore) -> list[Any]:
-    """A stored group as rollouts, with the indices of the rollouts that it replaces.
+    """The rollouts of a stored group, with the fields _OF_PLACE and _MEASURED of the rollouts that they replace.
 
-    A stored rollout that is a list may have more samples than the rollout that it replaces. Each further sample has the
-    index of the last replaced sample.
+    A stored rollout that is a list may have more samples than the rollout that it replaces. Each further sample gets
+    the fields _OF_PLACE of the last replaced sample.
     """
     read = store.read(group)
     assert read is not None  # only groups that can be read are drawn
@@ -129,7 +139,6 @@ def _restored(replaced_rollouts: Sequence[Any], group: RolloutGroup, store: Samp
     for replaced_rollout, rollout in zip(replaced_rollouts, rollouts, strict=True):
         replaced_samples = samples_of(replaced_rollout)
         samples = samples_of(rollout)
-        first = replaced_samples[0]
         for k, sample in enumerate(samples):
             if k < len(replaced_samples):
                 _copy_fields(sample, replaced_samples[k], _OF_PLACE)
@@ -138,8 +147,11 @@ def _restored(replaced_rollouts: Sequence[Any], group: RolloutGroup, store: Samp
                 _copy_fields(sample, replaced_samples[-1], _OF_PLACE)
                 # slime measured nothing for a further sample, so its measurements get their defaults.
                 _copy_fields(sample, Sample(), _MEASURED)
-            if len(samples) > 1:  # slime wants one name for all samples of a rollout
-                sample.rollout_id = first.index if first.rollout_id is None else first.rollout_id
+        if len(samples) > 1:  # slime wants the same rollout_id in all samples of a rollout
+            first_replaced = replaced_samples[0]
+            rollout_id = first_replaced.index if first_replaced.rollout_id is None else first_replaced.rollout_id
+            for sample in samples:
+                sample.rollout_id = rollout_id
     return rollouts
 
 

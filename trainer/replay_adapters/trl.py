@@ -1,11 +1,13 @@
 """TRL's GRPOTrainer with a replay server: groups from the pool replace groups whose rewards are all equal.
 
     generate ──▶ reward ──▶ [replace rows] ──▶ pad ──▶ log-probs, importance ratio, advantages ──▶ loss
-                                 ▲   │                                   TRL's own
-                       draw      │   └── fresh informative groups ──▶ insert
+                              ▲        │
+                stored groups │        │ fresh groups that carry a gradient
+                              │        ▼
+                            pool on the server
 
-Rows are replaced before TRL computes anything from them, so TRL computes all values from the new rows. There are two
-cases of off-policy correction:
+This module does the step in brackets. TRL does all other steps. Rows are replaced before TRL computes anything from
+them, so TRL computes all values from the new rows. There are two cases of off-policy correction:
 
 * TRL corrects (vLLM, `vllm_importance_sampling_correction`). Its ratio then uses the stored log-probabilities.
 * TRL does not correct. This module then multiplies the advantages of replaced rows by min(π_old / π_stored, clip), per
@@ -22,7 +24,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +55,7 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
 
     replay: str | None = None
     """Address of a replay server, host:port; token and TLS come from the environment (REPLAY_TOKEN, REPLAY_TLS_CA).
-    None: a server inside this process, which ends with it."""
+    None: a server inside this process, which ends with the process."""
     replay_table: str = "replay"
     """Table of the server that holds the pool."""
     replay_buffer_size: int = 64
@@ -75,7 +77,8 @@ class ReplayGRPOConfig(GRPOConfig):  # type: ignore[misc]  # TRL has no types th
     """Seconds that a generation waits for a server that restarts. Also the seconds that replay_on_empty="wait" waits
     for groups, before DeadlineExceededError ends the run."""
     replay_same_rewards: bool = False
-    """Leave out stored groups that other reward functions scored. False: such groups are used, with a warning."""
+    """True: stored groups that other reward functions scored are left out. False: such groups are used, with a
+    warning."""
     replay_clip_max: float = 2.0
     """Upper bound of the importance ratio of a replayed token. If TRL corrects (vLLM), TRL's own settings apply."""
 
@@ -124,8 +127,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer with replay. It takes the arguments of GRPOTrainer, with a ReplayGRPOConfig as `args`. With a
     GRPOConfig, the settings of replay have their defaults.
 
-    Evaluation and batches with images work as in TRL, without replay. The trainer adds metrics `replay/*`. TRL's
-    `reward` is the reward of the rows that are trained on, `replay/fresh_reward` is the reward of the generated rows.
+    Evaluation and batches with images work as in TRL, without replay. The trainer adds metrics `replay/*`. TRL's metric
+    `reward` is the reward of the rows that are trained on, and `replay/fresh_reward` is that of the generated rows.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -135,12 +138,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         missing = [name for name in ATTRIBUTES if not hasattr(self, name)]
         if missing:
             raise mismatch("TRL", f"a GRPOTrainer has no attribute {', '.join(missing)}")
-        # A plain GRPOConfig has none of our fields: then their defaults hold.
-        self._replay = SimpleNamespace(
-            **{setting.name: getattr(self.args, setting.name, setting.default) for setting in fields(ReplayGRPOConfig)}
-        )
+        # A plain GRPOConfig lacks our settings, so they get their defaults.
+        settings = {field.name: getattr(self.args, field.name, field.default) for field in fields(ReplayGRPOConfig)}
+        self._replay = SimpleNamespace(**settings)
         self._replay_step: GenerationStep | None = None
-        """The generation under way; None: there is none, or it is one without replay."""
+        """The generation under way; None: no generation is under way, or one without replay is."""
         rows_of_rank = self.args.per_device_train_batch_size * self.args.steps_per_generation
         self._groups_span_ranks = bool(rows_of_rank % self.num_generations)
         """True if a group may have rows on two ranks."""
@@ -152,9 +154,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._warned_of_rewards = False
         """True once a warning has told that the pool has groups of other reward functions."""
         self.pool = self._connect() if self._replay.replay_buffer_size else None
+        """None: replay is turned off."""
 
     def _connect(self) -> GroupPool:
-        """The pool. If the settings name no server, the first rank starts a server for it."""
+        """Connects to the pool. If the settings name no server, the first rank starts a server for the pool."""
         settings = self._replay
         server = None
         address = settings.replay
@@ -180,7 +183,7 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # All ranks get the values of the first rank. `_run` names this run in the scopes of its draws.
         address, self._run = broadcast_object_list([address, uuid.uuid4().hex])
         if settings.replay is None:
-            # The environment describes the access to the user's server, not to ours.
+            # The variables of the environment are for a server of the user, and not for the one that was started above.
             client = ReplayClient(address)
         else:
             client = ReplayClient.from_env(address=address)
@@ -197,7 +200,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return pool
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's method, which calls `_generate` and then computes all values of the batch. Adds what replay needs."""
+        """TRL's method, which calls `_generate` and then computes all values of the batch.
+
+        Before TRL's method, begins the step in which `_generate` replaces rows. After it, corrects the advantages of
+        the replaced rows, stores the fresh groups, and reports metrics.
+        """
         has_images = "image" in inputs[0] or "images" in inputs[0]
         if self.pool is None or not self.model.training or has_images:
             return super()._generate_and_score_completions(inputs)  # type: ignore[no-any-return]
@@ -227,8 +234,9 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise mismatch("TRL", "it does not call _calculate_rewards after _generate")
         if not away:
             with step.timed():
-                old = self._correct(step, output)
-                self.pool.insert(self._informative_groups(step, self._fresh_rows(step, old)))
+                logprobs_BT = self._correct(step, output)
+                fresh_rows = self._fresh_rows(step, logprobs_BT)
+                self.pool.insert(self._informative_groups(step, fresh_rows))
         self._report(step)
         return output
 
@@ -241,10 +249,13 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if len(generated) != GENERATED:
             raise mismatch("TRL", f"_generate returns {len(generated)} values, not {GENERATED}")
         prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, _ = generated
-        # All ranks must take the same branch, because the rest of this method has collective operations.
-        if self._is_vlm and gather(torch.tensor([images is not None], device=self.accelerator.device)).any():
-            return generated
-        for row, example in enumerate(step.inputs):  # as TRL does before it computes rewards
+        if self._is_vlm:
+            has_images = torch.tensor([images is not None], device=self.accelerator.device)
+            # All ranks must return here if one rank does, because the rest of this method has collective operations.
+            if gather(has_images).any():
+                return generated
+        # TRL, too, puts the extra fields into the examples before it computes rewards.
+        for row, example in enumerate(step.inputs):
             for name, values in extra_fields.items():
                 if not isinstance(values, list):
                     example[name] = values
@@ -254,15 +265,15 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         step.rewards = self._calculate_rewards(step.inputs, prompts, completions, completion_ids).clone()
         with step.timed():
             step.fresh = GeneratedRows(prompt_ids, completion_ids, tool_mask, logprobs)
-            rows = step.fresh.copy()  # the lists may belong to a rollout_func
+            rows = step.fresh.copy()  # the lists may belong to a rollout_func of the user, so they are not changed
             if tool_mask is None:
                 trained = [bool(ids) for ids in completion_ids]
             else:
                 trained = [any(mask) for mask in tool_mask]
             step.trained = gather(torch.tensor(trained, device=self.accelerator.device)).tolist()
             step.final_rewards = gather(self._replace(step, rows, prompts, completions))
-        # TRL calls _calculate_rewards for the final rows next. Their rewards are known, so the call is replaced.
-        # An attribute of the object hides the method of the class.
+        # TRL calls _calculate_rewards for the final rows next. Their rewards are known, so the method is replaced for
+        # this call: an attribute of the object hides the method of the class.
         self.__dict__["_calculate_rewards"] = step.take_rewards
         # `extra_fields`, the sixth value, and the images after it stay as TRL made them.
         return rows.prompt_ids, rows.completion_ids, rows.tool_mask, completions, rows.logprobs, *generated[5:]
@@ -272,8 +283,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _replace(self, step: GenerationStep, rows: GeneratedRows, prompts: list[Any], completions: list[Any]) -> Tensor:
         """Replaces rows, and the texts that TRL logs for these rows. Returns the rewards (B, F) of the final rows.
 
-        A group is named by its number g over all ranks. `step.present` are the groups with rows on this rank, and
-        `step.owned` those of them whose replacements this rank draws.
+        The groups of all ranks are numbered, and `g` is the number of a group. `step.present` has the groups with rows
+        on this rank. `step.owned` has those of them whose replacements this rank draws.
         """
         assert self.pool is not None
         assert step.rewards is not None
@@ -285,8 +296,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         # Groups without variance have the lowest priority, so they are always among the replaced groups.
         wanted = max(len(zero_variance), round(self._replay.replay_share * len(step.owned)))
         if self._replay.replay_share and rows.logprobs is None and not step.away:
-            # A fresh row that is replaced may have to be stored, with log-probabilities. After its replacement TRL does
-            # not compute them any more, so they are computed now.
+            # A fresh row that is replaced may have to be stored, together with its log-probabilities. TRL does not
+            # compute these for a row that was replaced, so they are computed now.
             step.fresh_logprobs = self._logprobs(*self._padded(rows))
         lowest_first = sorted(step.owned, key=lambda g: priorities[g])
         replaced = lowest_first[:wanted]
@@ -308,7 +319,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 self._log_row(row, rows, prompts, completions)
         if self._replay.replay_on_empty == "drop":
             for g in step.present:
-                if priorities[g] == 0 and g not in step.stored:  # not replaced: mask all of its tokens
+                if priorities[g] == 0 and g not in step.stored:
+                    # The group was not replaced. The loss leaves it out, because all of its tokens are masked.
                     for row, _ in step.places(g):
                         rows.mask()[row] = [0] * len(rows.completion_ids[row])
         return final_BF
@@ -317,33 +329,33 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """The stored groups that replace groups with rows on this rank, by the number of the replaced group."""
         if not self._groups_span_ranks:
             return {g: sample.group for g, sample in step.replaced.items()}
-        # The owner has drawn the replacement of a group that spans ranks. The other ranks get it from the owner.
+        # Of a group that spans ranks, only the owner has drawn the replacement. The other ranks get it from the owner.
         drawn = gather_object([(g, bytes(sample.payload)) for g, sample in step.replaced.items()])
         return {g: RolloutGroup.decode(payload) for g, payload in drawn if g in step.present}
 
     def _priority(self, rewards_GF: Tensor, trained: list[bool]) -> float:
-        """`group_priority` of a group; 0 if the group carries no gradient with the advantages that TRL computes.
+        """The priority of a group; 0 if the group carries no gradient with the advantages that TRL computes.
 
-        `rewards_GF`: the rewards of G rollouts by F reward functions. `trained`: for each rollout, True if it has
-        tokens to train on.
+        TRL computes advantages for one or several columns of rewards. The priority is the sum of `group_priority` over
+        these columns. `rewards_GF`: the rewards of G rollouts by F reward functions. `trained`: for each rollout, True
+        if it has tokens to train on.
         """
-        scorable = ~rewards_GF.isnan().all(dim=1)  # (G,) False if no function returned a reward
+        scorable_G = ~rewards_GF.isnan().all(dim=1)  # False for a rollout to which no function gave a reward
         weighted_GF = rewards_GF * self.reward_weights.to(rewards_GF.device)
-        weighted_GF = weighted_GF[scorable].nan_to_num(nan=0.0)
+        weighted_GF = weighted_GF[scorable_G].nan_to_num(nan=0.0)
         if self.multi_objective_aggregation == "sum_then_normalize":
             weighted_GF = weighted_GF.sum(dim=1, keepdim=True)
         columns = weighted_GF.T.tolist() if len(weighted_GF) else []
-        mask = np.array(trained)[scorable.cpu().numpy()]
-        # TRL computes the advantages for each column of rewards separately. With "none", the advantages are the rewards
-        # minus their mean. They are 0 whenever TRL's advantages are 0.
+        mask = np.array(trained)[scorable_G.cpu().numpy()]
         groups = [_group_of_rewards(column, mask) for column in columns]
+        # With "none", the advantages are the rewards minus their mean. They are 0 whenever TRL's advantages are 0.
         if not any(carries_gradient(group, "none") for group in groups):
             return 0.0
         return sum(group_priority(group.rewards, group.advantages) for group in groups)
 
     def _accept(self, group: RolloutGroup) -> bool:
         """True if a stored group fits into the batch."""
-        # TRL's batch has rows with a prompt, and groups of one size.
+        # In TRL's batch, each row has a prompt, and all groups have the same size.
         if group.group_size != self.num_generations or not group.prompt_lengths.all():
             return False
         if group.sampled_lengths.min() == 0:  # a completion is empty
@@ -356,7 +368,10 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return self._has_our_objective(group)
 
     def _has_our_objective(self, group: RolloutGroup) -> bool:
-        """True if the reward functions of this run scored a stored group, or if replay_same_rewards is False."""
+        """True if the reward functions of this run scored a stored group, or if replay_same_rewards is False.
+
+        Counts the groups that other reward functions scored, and warns of the first one.
+        """
         if self._same_rewards(group):
             return True
         assert self._replay_step is not None
@@ -381,7 +396,8 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         rewards_GF = group.extras.get("rewards_per_func")
         if rewards_GF is None or not self._same_rewards(group):
             # Other functions scored this group. Its reward is put into the column of our first function whose weight is
-            # not 0, divided by that weight, so that the weighted sum is the reward. NaN: a function returned nothing.
+            # not 0. It is divided by this weight, so that the weighted sum is the reward. All other columns have NaN,
+            # as if their functions had returned nothing.
             weights = self.reward_weights.tolist()
             column = next(k for k, weight in enumerate(weights) if weight)
             rewards_GF = np.full((group.group_size, len(weights)), np.nan, np.float32)
@@ -413,70 +429,76 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Corrects the advantages of replaced rows, unless TRL corrects. Returns the log-probabilities (B, T) under the
         current weights; None if TRL corrects."""
         mask_BT = output["completion_mask"] * output.get("tool_mask", 1)
-        rows = [row for g in step.stored for row, _ in step.places(g)]
-        if self.use_vllm and self.vllm_importance_sampling_correction:  # TRL corrects: only report its ratio
-            # TRL's ratio has one column if it is for whole sequences, otherwise one for each token.
-            ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[rows] * mask_BT[rows]
-            step.ratio = (float(ratio.sum()), float(mask_BT[rows].sum()))
+        replaced = [row for g in step.stored for row, _ in step.places(g)]  # the replaced rows of this rank
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            # TRL corrects, so only its ratio is reported. The ratio has one column if TRL computes it for whole
+            # sequences, otherwise one column for each token.
+            ratio = output["importance_sampling_ratio"].expand_as(mask_BT)[replaced] * mask_BT[replaced]
+            step.ratio = (float(ratio.sum()), float(mask_BT[replaced].sum()))
             return None
         old_BT: Tensor | None = output.get("old_per_token_logps")
         if old_BT is None:
-            # Every rank computes them, even a rank without replaced rows, because a partitioned model needs all ranks.
+            # Even a rank without replaced rows computes log-probabilities, because a partitioned model needs all ranks.
             old_BT = self._logprobs(
                 output["prompt_ids"],
                 output["completion_ids"],
                 output["prompt_mask"],
                 output["completion_mask"],
             )
+        # Fresh rows count as on-policy, so their log-probabilities are those under the current weights.
         stored_BT = old_BT.clone()
         for g, group in step.stored.items():
             for row, k in step.places(g):
                 logprobs = group.rollout_logprobs[group.sampled_spans()[k]]
                 # torch.tensor makes a copy, because the client's arrays are read-only.
                 stored_BT[row, : len(logprobs)] = torch.tensor(logprobs).to(stored_BT)
-        if rows:
-            correction = correct(
-                old_BT[rows], stored_BT[rows], mask_BT[rows], CorrectionConfig(clip_max=self._replay.replay_clip_max)
-            )
-            step.ratio = (float(correction.weights.sum()), float(mask_BT[rows].sum()))
+        if replaced:
+            config = CorrectionConfig(clip_max=self._replay.replay_clip_max)
+            correction = correct(old_BT[replaced], stored_BT[replaced], mask_BT[replaced], config)
+            step.ratio = (float(correction.weights.sum()), float(mask_BT[replaced].sum()))
             weights_BT = torch.ones_like(old_BT)
-            weights_BT[rows] = correction.weights.to(old_BT)
+            weights_BT[replaced] = correction.weights.to(old_BT)
             # One advantage for each row (B,) becomes one for each token (B, T).
             output["advantages"] = output["advantages"].unsqueeze(1) * weights_BT
         if self.off_policy_mask_threshold is not None:
-            # TRL masks rows that are too far off-policy, by these log-probabilities.
+            # TRL uses these log-probabilities to find and mask the rows that are too far off-policy.
             output.setdefault("sampling_per_token_logps", stored_BT)
-        # For masked tokens, such as those of truncated completions, TRL's values have no meaning.
+        # TRL's values for masked tokens, such as those of truncated completions, have no meaning.
         return old_BT.masked_fill(output["completion_mask"] == 0, torch.nan)
 
-    def _logprobs(self, prompt_ids: Tensor, completion_ids: Tensor, prompt_mask: Tensor, mask: Tensor) -> Tensor:
+    def _logprobs(
+        self, prompt_ids: Tensor, completion_ids: Tensor, prompt_mask: Tensor, completion_mask: Tensor
+    ) -> Tensor:
         """The log-probabilities (B, T) of the completions under the current weights, as TRL computes them."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             logprobs, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
-                attention_mask=torch.cat([prompt_mask, mask], dim=1),
+                attention_mask=torch.cat([prompt_mask, completion_mask], dim=1),
                 logits_to_keep=completion_ids.size(1),
                 batch_size=self.args.per_device_train_batch_size,
             )
         return logprobs  # type: ignore[no-any-return]
 
     def _padded(self, rows: GeneratedRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prompts padded on the left, completions on the right, and the masks of both."""
+        """(prompt_ids, completion_ids, prompt_mask, completion_mask), as `_logprobs` takes them.
+
+        Prompts are padded on the left, and completions on the right.
+        """
         device = self.accelerator.device
         prompts = [torch.tensor(ids, device=device) for ids in rows.prompt_ids]
         completions = [torch.tensor(ids, device=device) for ids in rows.completion_ids]
         prompt_mask = _pad([torch.ones_like(ids) for ids in prompts], "left")
-        mask = _pad([torch.ones_like(ids) for ids in completions], "right")
-        return _pad(prompts, "left"), _pad(completions, "right"), prompt_mask, mask
+        completion_mask = _pad([torch.ones_like(ids) for ids in completions], "right")
+        return _pad(prompts, "left"), _pad(completions, "right"), prompt_mask, completion_mask
 
     # --------------------------------------------------------------------------------------------------- storing
 
-    def _fresh_rows(self, step: GenerationStep, old: Tensor | None) -> list[FreshRow]:
+    def _fresh_rows(self, step: GenerationStep, logprobs_BT: Tensor | None) -> list[FreshRow]:
         """The rows that this rank generated; the rows of all ranks if groups span ranks.
 
-        `old`: the result of `_correct`. It has the log-probabilities of rows that the sampler gave none, unless
-        `step.fresh_logprobs` has them.
+        The log-probabilities of the rows are those of the sampler. If the sampler gives none, they are those of
+        `step.fresh_logprobs` or, if these were not computed, of `logprobs_BT`, the result of `_correct`.
         """
         fresh = step.fresh
         assert fresh is not None
@@ -485,9 +507,9 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             for row in fresh.logprobs:
                 logprobs.append([np.nan if logprob is None else logprob for logprob in row])
         else:
-            source = old if step.fresh_logprobs is None else step.fresh_logprobs
-            assert source is not None
-            for logprobs_T, ids in zip(source, fresh.completion_ids, strict=True):
+            computed_BT = logprobs_BT if step.fresh_logprobs is None else step.fresh_logprobs
+            assert computed_BT is not None
+            for logprobs_T, ids in zip(computed_BT, fresh.completion_ids, strict=True):
                 logprobs.append(logprobs_T[: len(ids)].tolist())
         masks: list[Any] = fresh.tool_mask or [None] * len(logprobs)
         rows = list(map(FreshRow, fresh.prompt_ids, fresh.completion_ids, masks, logprobs))
@@ -496,9 +518,13 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return rows
 
     def _informative_groups(self, step: GenerationStep, rows: list[FreshRow]) -> Iterator[RolloutGroup]:
-        """The fresh groups of this rank that a later step can learn from."""
+        """The fresh groups that this rank owns and that a later step can learn from.
+
+        `rows`: the result of `_fresh_rows`.
+        """
         assert step.rewards is not None
-        first = 0 if self._groups_span_ranks else step.first  # the number of the first row in `rows`
+        # The number, over all ranks, of the first row in `rows`.
+        first = 0 if self._groups_span_ranks else step.first
         for g in step.owned:
             rewards_GF = step.rewards[step.rows_of(g)]
             a_rollout_failed = rewards_GF.isnan().all(dim=1).any()
@@ -508,13 +534,14 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             members = rows[first_of_group : first_of_group + step.size]
             rewards = (rewards_GF * self.reward_weights.to(rewards_GF.device)).nansum(dim=1).tolist()
             masks: list[Any] = [row.mask for row in members]
+            scale: Literal["group", "none"] = "none" if self.scale_rewards == "none" else "group"
             yield group_from_rows(
                 prompts=[row.prompt_ids for row in members],
                 completions=[row.completion_ids for row in members],
                 logprobs=[row.logprobs for row in members],
                 loss_masks=None if any(mask is None for mask in masks) else masks,
                 rewards=rewards,
-                advantages=group_advantages(rewards, "none" if self.scale_rewards == "none" else "group"),
+                advantages=group_advantages(rewards, scale),
                 policy_version=step.version,
                 sampling={"temperature": self.temperature},
                 extras={"rewards_per_func": rewards_GF.cpu().numpy()},
@@ -543,14 +570,14 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             "ratio": step.ratio,
             "seconds": (step.seconds, 1),
         }
-        # One reduction over the ranks for all metrics. Each metric is a row (total, count); a sum ignores its count.
+        # One reduction over the ranks sums all metrics. Each metric is a row (total, count). Sums do not use the count.
         local_rows = [(total, 1) for total in sums.values()] + [*means.values()]
         local = torch.tensor(local_rows, dtype=torch.float64)
         reduced = self.accelerator.reduce(local.to(self.accelerator.device)).tolist()
         values = {name: total for name, (total, _) in zip(sums, reduced, strict=False)}
         if values["unavailable"] and self._replay.replay_on_unavailable == "raise":
             reason = self.pool.problem or "another rank does not reach it"
-            raise ServerUnavailableError(f"the replay server is away: {reason}")  # on every rank
+            raise ServerUnavailableError(f"the replay server is away: {reason}")
         values["unavailable"] = float(values["unavailable"] > 0)
         for name, (total, count) in zip(means, reduced[len(sums) :], strict=True):
             values[name] = total / count if count else np.nan
@@ -606,7 +633,10 @@ def _pad(rows: list[Tensor], side: str) -> Tensor:
 
 
 def _close(client: ReplayClient, server: Any) -> None:
-    """Called when the trainer is freed, or when the process ends."""
+    """Closes the client, and stops the server inside this process, if there is one.
+
+    Called when the trainer is freed, or when the process ends.
+    """
     client.close()
     if server is not None:
         server.stop()

@@ -1,5 +1,5 @@
-"""Callbacks: the methods that a training run calls as it goes on, and callbacks that show, write or send its
-metrics."""
+"""Callbacks: methods that the trainer calls during a run. The callbacks in this module show, write or send the metrics
+of the run."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from replay_trainer.weights import writing
 logger = logging.getLogger(__name__)
 
 SERVICE_SECONDS = 60.0
-"""Seconds that one call of a network service may take, such as Weights & Biases: to start a run, send a step, or end
-the run."""
+"""The most seconds that one call of a network service, such as Weights & Biases, may take. A call starts a run, sends
+the metrics of a step, or ends the run."""
 
 
 class Run(Protocol):
-    """The training run that a callback or an evaluation may look at; GRPOTrainer is one."""
+    """The training run, as callbacks and evaluations see it. GRPOTrainer has these members."""
 
     config: GRPOConfig
     client: ReplayClient
@@ -50,12 +50,12 @@ class Run(Protocol):
     """The tokenizer of the model; None: the run has no tokenizer."""
 
     def decode(self, token_ids: Any) -> str:
-        """The text of tokens. Without a tokenizer: their ids."""
+        """The text of tokens. If the run has no tokenizer, the text lists the ids of the tokens."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One finished step of the first rank."""
+    """The report of one finished step, which the first rank makes for its callbacks."""
 
     metrics: Metrics
     samples: Sequence[Sample]
@@ -63,34 +63,35 @@ class StepReport:
     replaced: Sequence[int]
     """Indices in `samples` of the groups that came from the pool."""
     record: Mapping[str, Any]
-    """The groups that all ranks took for the step, and their outcomes: a line of `StepsFile`."""
+    """The line of the step in `StepsFile`: the groups that all ranks took, and what became of each group."""
 
 
 class Callback:
     """The first rank calls these methods during a run. A method that is not overridden does nothing."""
 
     def on_start(self, trainer: Run, version: int) -> None:
-        """Before the first step; `version` is the policy version that the run starts or continues from."""
+        """Is called before the first step. `version`: the policy version from which the run starts or continues."""
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
-        """After the updates of each step, before the version of the step is published."""
+        """Is called in each step, after its updates and before its policy version is published."""
 
     def on_end(self, trainer: Run) -> None:
-        """At the end, also after an error."""
+        """Is called at the end of the run, also after an error."""
 
 
 @dataclass
 class StepMetricsFile(Callback):
-    """Writes a line of JSON for each step; numbers that are not finite become null.
+    """Writes the metrics of each step as a line of JSON; numbers that are not finite become null.
 
-    The line of a step is written before the version of the step is published. A resume drops the lines of later steps
-    than the version from which it continues. So the file has each step exactly once.
+    The line of a step is written before the policy version of the step is published. When a run resumes from a version,
+    `on_start` removes the lines of later steps, because the run repeats these steps. So the file has each step exactly
+    once.
     """
 
     path: Path
 
     def on_start(self, trainer: Run, version: int) -> None:
-        truncate_lines(self.path, version)
+        truncate_lines(self.path, last_step=version)  # a step and the version that it makes have the same number
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
         append_lines(self.path, [report.metrics])
@@ -100,10 +101,14 @@ class StepMetricsFile(Callback):
 class StepsFile(StepMetricsFile):
     """Writes a line of JSON for each step, with the groups that all ranks took from the server for this step.
 
-    step: its number. trained: key, prompt_id, policy_version, source ("fresh" or "replayed") and rank of each group
-    that the step trained on. left_out: key, prompt_id and policy_version of each fresh group that the step left out,
-    because the group carries no gradient or was replaced. unusable: key, table and reason of each group that cannot be
-    trained on.
+    The fields of a line:
+
+        step        the number of the step
+        trained     key, prompt_id, policy_version, source ("fresh" or "replayed") and rank of each group that the step
+                    trained on
+        left_out    key, prompt_id and policy_version of each fresh group that the step left out, because the group
+                    carries no gradient or was replaced
+        unusable    key, table and reason of each group that cannot be trained on
     """
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
@@ -118,9 +123,9 @@ class CompletionsFile(StepMetricsFile):
     """
 
     count: int
-    """The number of completions of a step."""
+    """The most completions that are written for a step."""
     console: Console | None
-    """None: no table."""
+    """The screen for the table; None: no table is shown."""
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
         rows = completion_rows(report, self.count, trainer.decode)
@@ -176,7 +181,7 @@ class TensorBoard(Callback):
     def on_start(self, trainer: Run, version: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # `purge_step`: TensorBoard hides the later steps that the run wrote before this resume.
+        # `purge_step`: TensorBoard hides the entries from this step on that were written before the resume.
         self._writer = SummaryWriter(str(self.folder), purge_step=version + 1)
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
@@ -190,11 +195,11 @@ class TensorBoard(Callback):
 
 
 class WeightsAndBiases(Callback):
-    """Sends metrics to Weights & Biases; its environment variables choose the project and the server.
+    """Sends metrics to Weights & Biases (W&B). The environment variables of W&B choose the project and the server.
 
-    A resumed run continues the same run of W&B, whose id is stored in output_dir. The metric "step" is the axis of all
-    metrics, and not W&B's own count of steps: W&B drops values for a count that it has seen before, and a resume would
-    send such values.
+    A resumed run continues the same run of W&B, whose id is stored in output_dir. The x-axis of all metrics is the
+    metric "step". It is not W&B's own count of steps, because W&B drops values for a count that it has seen before, and
+    a resumed run repeats steps.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -205,11 +210,12 @@ class WeightsAndBiases(Callback):
         """Begins a run of W&B, or continues the run that `_run_id` names."""
         import wandb
 
-        # When the process ends, wandb ends the run once more. Without this setting, it would then wait without limit.
+        # When the process ends, wandb tries once more to end the run. This setting limits how long wandb then waits.
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{SERVICE_SECONDS:g}")
         config = {name: str(value) for name, value in vars(trainer.config).items()}
-        # wandb adds the folder "wandb" itself. resume="allow" continues the run of this id, or begins a new run.
-        self._run = wandb.init(id=self._run_id(trainer), resume="allow", dir=str(self.output_dir), config=config)
+        run_id = self._run_id(trainer)
+        # resume="allow": wandb continues the run of this id, or begins it. dir: wandb makes a folder "wandb" inside.
+        self._run = wandb.init(id=run_id, resume="allow", dir=str(self.output_dir), config=config)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -221,7 +227,10 @@ class WeightsAndBiases(Callback):
             self._run.finish()
 
     def _run_id(self, trainer: Run) -> str:
-        """The id of the run of W&B: WANDB_RUN_ID, or the id of the run that is resumed, or a new one."""
+        """Chooses the id of the run of W&B, and stores it in output_dir.
+
+        The id is WANDB_RUN_ID if this variable is set, else the stored id if the run is resumed, else a new id.
+        """
         path = self.output_dir / "wandb-run-id.txt"
         run_id = os.environ.get("WANDB_RUN_ID", "")
         if not run_id and trainer.config.resume and path.exists():
@@ -233,36 +242,36 @@ class WeightsAndBiases(Callback):
 
 
 class Forgiving(Callback):
-    """Calls another callback. If that callback fails or takes too long, warns once, and the run goes on.
+    """Calls another callback. If that callback fails or takes too long, a warning is logged once, and the run goes on.
 
     Use it for callbacks that only show the run somewhere. Do not use it for the files of the run, such as
     metrics.jsonl, which would then lack steps.
     """
 
     def __init__(self, name: str, inner: Callback, seconds: float | None = None) -> None:
-        """`name`: the name of the callback in the warning. `inner`: the callback. `seconds`: the longest time of one
-        call. A callback that takes longer is not called again. None: no limit."""
+        """`name`: the name of the callback in the warning. `inner`: the callback. `seconds`: the most seconds that one
+        call may take; None: no limit. A callback that takes longer is not called again."""
         self.name = name
         self._inner = inner
         self._seconds = seconds
         self._thread = DaemonThread(f"replay-{name}")
-        self._started = False
-        """True if the callback has started, and no call took too long. Otherwise it is not called again."""
+        self._may_call = False
+        """True from the success of `on_start` until a call takes too long. The other methods are called only then."""
         self._warned = False
         """True once an error of the callback was logged."""
 
     def on_start(self, trainer: Run, version: int) -> None:
         with self._forgiving():
             self._call(partial(self._inner.on_start, trainer, version))
-            self._started = True
+            self._may_call = True
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
-        if self._started:
+        if self._may_call:
             with self._forgiving():
                 self._call(partial(self._inner.on_step, trainer, report))
 
     def on_end(self, trainer: Run) -> None:
-        if self._started:
+        if self._may_call:
             with self._forgiving():
                 self._call(partial(self._inner.on_end, trainer))
 
@@ -273,13 +282,13 @@ class Forgiving(Callback):
             return
         call = self._thread.start(function)
         if not wait([call], self._seconds).done:
-            self._started = False  # no further calls: the thread is still in this call
+            self._may_call = False  # the thread is still busy with this call, so it cannot make further calls
             raise TimeoutError(f"no answer within {self._seconds:g} s")
         call.result()  # raises the error of the call
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
-        """Catches an error of the block, and warns of the first error."""
+        """Catches an error of the block. Logs a warning of the first error only."""
         try:
             yield
         except Exception as error:
@@ -291,11 +300,11 @@ class Forgiving(Callback):
                     type(error).__name__,
                     error,
                 )
-            self._warned = True
+                self._warned = True
 
 
 class StepSpans(Callback):
-    """An OpenTelemetry span for each step, linked to the spans that generated its groups.
+    """Records an OpenTelemetry span for each step, linked to the spans in which its groups were generated.
 
     Needs the package opentelemetry-api, and a tracer provider that the program has set up.
     """
@@ -309,24 +318,29 @@ class StepSpans(Callback):
         self._propagator = TraceContextTextMapPropagator()
 
     def on_step(self, trainer: Run, report: StepReport) -> None:
-        """Makes the span of a step that has just ended, with a link to the span of each of its groups."""
+        """Records the span of a step that has just ended, with a link to the span of each of its groups."""
         metrics = report.metrics
         end = time.time_ns()
         links = []
         for sample in report.samples:
-            # The trace context of the span that generated the group, if its generator was traced.
-            parent = sample.group.meta.get(TRACEPARENT)
-            if isinstance(parent, str):
-                context = self._propagator.extract({TRACEPARENT: parent})
+            # The trace context of the span in which the group was generated, if the generator was traced.
+            traceparent = sample.group.meta.get(TRACEPARENT)
+            if isinstance(traceparent, str):
+                context = self._propagator.extract({TRACEPARENT: traceparent})
                 span_context = self._trace.get_current_span(context).get_span_context()
                 links.append(self._trace.Link(span_context, {"replay.key": str(sample.info.key)}))
-        # By attribute of the span, the metric with its value.
-        names = {"replay.step": "step", "replay.loss": "train/loss", "replay.replaced": "replay/groups_replaced"}
+        # Attribute of the span -> name of the metric whose value it gets
+        metric_names = {
+            "replay.step": "step",
+            "replay.loss": "train/loss",
+            "replay.replaced": "replay/groups_replaced",
+        }
+        nanoseconds = int(1e9 * metrics["time/step"])  # the duration of the step
         span = self._tracer.start_span(
             "replay.train_step",
-            start_time=end - int(1e9 * metrics["time/step"]),  # seconds to nanoseconds
+            start_time=end - nanoseconds,
             links=links,
-            attributes={name: metrics[field] for name, field in names.items() if field in metrics},
+            attributes={attribute: metrics[name] for attribute, name in metric_names.items() if name in metrics},
         )
         span.end(end)
 
@@ -361,35 +375,39 @@ def reporters(config: GRPOConfig) -> list[Callback]:
 
 
 def completion_rows(report: StepReport, count: int, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
-    """One rollout of each of at most `count` groups. Half of the groups are from the pool, if there are enough.
+    """Describes one rollout of each of at most `count` groups of a step, for `CompletionsFile`.
 
-    For a rollout of several sequences, the completion is the text that the policy wrote in these sequences, one after
-    another. With token advantages, the advantage is the mean over the tokens that are trained on.
+    Half of the groups come from the pool, and half are fresh. If there are too few of one kind, there are more of the
+    other. The completion of a rollout with several sequences is the text that the policy wrote in these sequences, one
+    after another. If a group has token advantages, the advantage of its rollout is the mean over the tokens that are
+    trained on.
     """
     replaced = list(report.replaced)
     fresh = [index for index in range(len(report.samples)) if index not in replaced]
     step = int(report.metrics["step"])
     rows = []
-    # More than half of the groups are from the pool if there are too few fresh groups.
-    most_replaced = max(count // 2, count - len(fresh))
+    most_replaced = max(count // 2, count - len(fresh))  # more than half if there are too few fresh groups
     chosen = [*replaced[:most_replaced], *fresh][:count]
     for index in chosen:
         sample = report.samples[index]
         group = sample.group
-        member = step % group.group_size  # another rollout of the group in each step
-        sequences = np.flatnonzero(group.sequence_rollouts == member)
-        written = [decode(group.completion_ids[group.sampled_spans()[sequence]]) for sequence in sequences]
-        advantage = group.advantages[member]
+        # The index of the rollout in its group. It depends on the step, so that not always the first rollout is shown.
+        rollout = step % group.group_size
+        sequences = np.flatnonzero(group.sequence_rollouts == rollout)
+        sampled_spans = group.sampled_spans()
+        texts = [decode(group.completion_ids[sampled_spans[sequence]]) for sequence in sequences]
+        advantage = group.advantages[rollout]
         if group.token_advantages is not None:
-            tokens = group.rollout_spans()[member]
-            trained_T = group.token_advantages[tokens][group.trained_mask[tokens]]
-            advantage = trained_T.mean() if trained_T.size else 0.0
+            span = group.rollout_spans()[rollout]
+            is_trained = group.trained_mask[span]
+            trained_advantages = group.token_advantages[span][is_trained]
+            advantage = trained_advantages.mean() if trained_advantages.size else 0.0
         rows.append(
             {
                 "step": step,
                 "prompt": decode(group.prompts()[sequences[0]]),
-                "completion": "\n".join(written),
-                "reward": float(group.rewards[member]),
+                "completion": "\n".join(texts),
+                "reward": float(group.rewards[rollout]),
                 "advantage": float(advantage),
                 "source": "replayed" if index in replaced else "fresh",
                 "age": sample.info.age,
@@ -421,7 +439,7 @@ def completion_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Appends lines of JSON; numbers that are not finite become null."""
-    # `writing`: an error, such as that of a full disk, names the file.
+    # `writing` adds the name of the file to an error, such as that of a full disk.
     with writing(path), path.open("a") as file:
         for line in lines:
             values = {
@@ -432,11 +450,15 @@ def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def truncate_lines(path: Path, last_step: int) -> None:
-    """Removes the lines of steps after `last_step`, and a line that a killed process left unfinished. Replaces the file
-    at once, so a killed process leaves the old file or the new file."""
+    """Removes the lines of steps after `last_step`, and a line that a killed process left unfinished.
+
+    The kept lines are written to a new file, which then replaces the old file in one operation. So if this process is
+    killed, the path has either the old file or the new file.
+    """
     if not path.exists():
         return
-    kept = path.with_name(path.name + ".tmp")
-    kept.unlink(missing_ok=True)  # a killed run may have left it
-    append_lines(kept, [line for line in read_metrics(path) if line["step"] <= last_step])
-    os.replace(kept, path)
+    new_path = path.with_name(path.name + ".tmp")
+    new_path.unlink(missing_ok=True)  # a killed process may have left such a file
+    kept_lines = [line for line in read_metrics(path) if line["step"] <= last_step]
+    append_lines(new_path, kept_lines)
+    os.replace(new_path, path)

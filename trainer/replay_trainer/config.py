@@ -24,9 +24,8 @@ OnEmpty = Literal["keep", "drop", "wait"]
 keep: train on it; it adds no gradient. drop: leave it out. wait: wait for the pool to fill."""
 ReplayRollouts = Literal["all", "right"]
 """The rollouts of a group of the pool that a step trains on.
-all: every rollout. right: the rollouts with an advantage above 0, with all their sequences. Nothing is computed for the
-other rollouts. For a group with token_advantages, too, the advantages of its rollouts decide which rollouts are left
-out."""
+all: every rollout. right: the rollouts with an advantage above 0, each with all its sequences. The step computes
+nothing for the other rollouts. The advantage of a rollout decides even if the group has token_advantages."""
 Schedule = Literal["constant", "linear", "cosine"]
 Reporter = Literal["tensorboard", "wandb"]
 BUILT_IN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo")
@@ -45,8 +44,8 @@ class LossConfig:
     epsilon: Finite = 0.2
     """The ratio is clipped below 1 - epsilon."""
     epsilon_high: Annotated[float, Field(ge=0)] | None = None
-    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28). None: the value of epsilon. For cispo: the cap of the
-    ratio itself, without the 1."""
+    """The ratio is clipped above 1 + epsilon_high (DAPO: 0.28). None: the value of epsilon. For cispo, epsilon_high is
+    the cap of the ratio itself, to which no 1 is added."""
     max_completion_length: Count | None = None
     """The most tokens that the policy writes in one rollout, over all its turns and sequences: the generator's limit.
     Required for dr_grpo, which divides by this constant, so that the gradient of a token depends neither on the length
@@ -80,26 +79,37 @@ class Teacher:
 
 
 def _correction_of(value: Any) -> Any:
-    """A CorrectionConfig from the name of a preset, or from a table of a configuration file. Other values stay as they
-    are; pydantic then refuses all but a CorrectionConfig."""
+    """Makes a CorrectionConfig from the name of a preset, or from a table of a configuration file.
+
+    Returns all other values unchanged. Pydantic then refuses each value that is no CorrectionConfig.
+    """
     if isinstance(value, str):  # the name of a preset
         if value not in PRESETS:
             raise ValueError(f"there is no preset {value!r} of correction; there are {', '.join(PRESETS)}")
         return PRESETS[value]()
-    return CorrectionConfig(**value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):  # a table of a configuration file
+        return CorrectionConfig(**value)
+    return value
 
 
 def _reporters_of(value: Any) -> Any:
-    """The names in a comma-separated text, which is what the command line and TRL pass; no names for "none". Other
-    values stay as they are."""
+    """Splits a comma-separated text into a tuple of names. The text "none" gives an empty tuple.
+
+    The command line and TRL pass such a text. Returns all other values unchanged.
+    """
     if not isinstance(value, str):
         return value
-    return () if value == "none" else tuple(name.strip() for name in value.split(","))
+    if value == "none":
+        return ()
+    return tuple(name.strip() for name in value.split(","))
 
 
 @settings(kw_only=True)
 class GRPOConfig(LossConfig):
-    """The options of GRPOTrainer. A name is TRL's if the meaning is TRL's. Raises ValueError for bad values."""
+    """The options of GRPOTrainer. Raises ValueError for bad values.
+
+    If TRL's GRPOConfig has an option with the same meaning, the option has the same name here.
+    """
 
     output_dir: FixedPath
     """Folder for weights (step-N), metrics.jsonl and completions.jsonl; the same for all ranks."""
@@ -122,8 +132,9 @@ class GRPOConfig(LossConfig):
     contains the step that used the group."""
     sample_timeout: Annotated[float, Field(ge=0)] | None = None
     """Seconds to wait for a batch of fresh groups; then the run ends. None: wait without limit, and log the reason
-    every half minute. The run then ends only if for ten minutes every generator and scorer that was connected has been
-    gone, and the server has held nothing that could still become a group."""
+    every half minute. Even then the run ends if no group can come any more, that is, if two things have been true for
+    ten minutes: every generator and scorer that was connected has announced its end, and the server holds nothing that
+    could still become a group."""
     replay_timeout: Annotated[float, Field(ge=0)] | None = 300.0
     """With replay_on_empty="wait": seconds to wait for the pool; then the run ends. None: without limit."""
     zero_variance: ZeroVariance = "replace"
@@ -141,8 +152,8 @@ class GRPOConfig(LossConfig):
     finite, too little memory) are left out, deleted and counted (train/groups_unusable). The run stops if more than
     this share of the last 100 groups are of this kind; 0: at the first such group."""
     max_group_tokens: Count | None = None
-    """The most tokens of a group, prompt and sequences together; a larger group cannot be trained on. None: only memory
-    sets a limit, and the model if it has an embedding for each position."""
+    """The most tokens of a group, prompt and sequences together; a larger group cannot be trained on. None: memory is
+    the only limit, unless the model has an embedding for each position. Then their number is a limit, too."""
     max_length: Count | None = None
     """The most tokens of a sequence: the `max_length` of the engines, vLLM's `max_model_len`. A longer sequence cannot
     be trained on. If a model has several sets of rotary frequencies (longrope, as in Phi-3 and Phi-4-mini), this length
@@ -224,7 +235,8 @@ class GRPOConfig(LossConfig):
     Each publication then needs memory for a second copy of the model. False: publish the adapter alone."""
     weights_dir: FixedPath | None = None
     """Folder for the published weights, such as one in /dev/shm; None: output_dir. Generators must see this folder.
-    Training checkpoints are written to output_dir as well, after the announcement: memory does not survive a reboot."""
+    Training checkpoints are also written to output_dir, after the version was announced, because a folder in memory
+    does not survive a reboot."""
     publish: Literal["full", "delta"] = "full"
     """delta: write each version to weights_dir in weights_dtype, and beside it the changes since the version before,
     for generators that fetch only the changes. full: write each version in the dtype of the model."""
@@ -312,13 +324,16 @@ class GRPOConfig(LossConfig):
 
     @property
     def replayed_groups_per_step(self) -> int:
-        """Groups of a step that come from the pool, over all ranks, if the pool has so many: replay_share of
-        groups_per_step."""
-        return math.floor(self.groups_per_step * self.replay_share + 0.5)
+        """The number of groups that a step takes from the pool, over all ranks, if the pool has that many.
+
+        It is replay_share of groups_per_step, rounded to the nearest whole number.
+        """
+        return math.floor(self.groups_per_step * self.replay_share + 0.5)  # a half is rounded up
 
     @property
     def fresh_groups_per_step(self) -> int:
-        """Groups of a step that generators make, over all ranks; with "dynamic" sampling, the least number."""
+        """The number of fresh groups that a step takes, over all ranks. With zero_variance="dynamic", a step may take
+        more."""
         return self.groups_per_step - self.replayed_groups_per_step
 
     @property
@@ -337,10 +352,10 @@ class GRPOConfig(LossConfig):
         return version_at_start - self.max_token_staleness
 
     def check_admission(self, admitted: int) -> None:
-        """Raises ValueError if `admitted`, fresh_groups_per_step of [admission], is less than a step here takes.
+        """Raises ValueError if the server admits fewer fresh groups for a step than a step of this trainer takes.
 
-        The generators of this server would run out of permits, and the trainer would wait for groups that no generator
-        may make.
+        `admitted`: fresh_groups_per_step in the server's [admission]. If it is too small, the generators run out of
+        permits, and the trainer waits for groups that no generator may make.
         """
         fresh = self.fresh_groups_per_step
         least = fresh
@@ -359,12 +374,15 @@ class GRPOConfig(LossConfig):
             )
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of step 1, 2, …. It depends on the step alone, so a resume needs no state of a schedule."""
+        """The learning rate of a step. The first step is step 1.
+
+        The learning rate depends on the number of the step alone, so a resume needs no state of a schedule.
+        """
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         if self.lr_scheduler_type == "constant":
             return self.learning_rate
-        # The share of the steps after the warm-up that are finished before this step, from 0.
+        # Of the steps after the warm-up, the share that was finished before this step. It is 0 for the first of them.
         done = (step - 1 - self.warmup_steps) / max(self.max_steps - self.warmup_steps, 1)
         if self.lr_scheduler_type == "linear":
             factor = 1 - done

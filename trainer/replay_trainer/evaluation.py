@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 class TableEvaluation:
     """Describes the groups of a table that no trainer uses. Pass it to GRPOTrainer as `evaluate`.
 
-    A second `replay generate` with held-out prompts and `--table eval` fills the table. Give the table the fifo sampler
-    and remover and a max_times_sampled of 1: each evaluation then sees the groups made since the last evaluation.
+    A second `replay generate` with held-out prompts and `--table eval` fills the table. Give the table the fifo
+    sampler, the fifo remover and a max_times_sampled of 1. With these settings, each evaluation gets the groups that
+    were made since the evaluation before.
     """
 
     client: ReplayClient
@@ -44,9 +45,12 @@ class TableEvaluation:
     """The most groups of one evaluation."""
 
     def __call__(self, trainer: Run) -> Metrics:
-        """The metrics of describe_groups; staleness_mean tells how old the policy was. Without groups, `groups` is 0
-        and all other metrics are NaN. Groups that cannot be decoded, or whose rewards are not finite, are left out.
-        Ranks other than the first get no metrics."""
+        """Draws groups from the table, and returns their metrics as describe_groups computes them.
+
+        The metric staleness_mean tells how old the policy was that wrote the groups. If the table is empty, `groups` is
+        0, and all other metrics are NaN. Groups that cannot be decoded, or whose rewards are not finite, are left out.
+        Ranks other than the first get no metrics.
+        """
         if not trainer.ranks.is_first:
             return {}
         draw = partial(self.client.sample, self.table, self.max_groups, min_samples=1, timeout=0.0)
@@ -66,17 +70,17 @@ def _has_rewards(sample: Sample) -> bool:
 
 @dataclass
 class PromptEvaluation:
-    """Completes held-out prompts with the policy in training, and scores the completions. For GRPOTrainer's `evaluate`.
+    """Completes held-out prompts with the policy in training, and scores the completions.
 
-    Every prompt gets one greedy completion (always the most likely token), whatever the model's generation_config says.
-    Each rank completes its share of the prompts. Training stops meanwhile: use PromptEvaluation for some hundred
-    prompts, and TableEvaluation for more.
+    Pass it to GRPOTrainer as `evaluate`. Every prompt gets one greedy completion (always the most likely token),
+    whatever the model's generation_config says. Each rank completes its share of the prompts. Training waits until the
+    evaluation has ended, so use PromptEvaluation for some hundred prompts, and TableEvaluation for more.
     """
 
     prompts: Sequence[Prompt]
     reward: Rewards
     max_tokens: int = 256
-    """The tokens of the longest completion."""
+    """The most tokens of a completion."""
     batch_size: int = 16
     """Prompts that are completed at the same time. A model that takes no `position_ids` completes one at a time."""
     chat_template_kwargs: Mapping[str, Any] | None = field(default_factory=dict)
@@ -85,11 +89,13 @@ class PromptEvaluation:
     None: the arguments that the running generators use, so that evaluation and training render prompts alike."""
 
     def __call__(self, trainer: Run) -> Metrics:
-        """reward_mean, completion_length_mean (tokens), truncated_fraction and prompts, over all ranks.
+        """Completes and scores the prompts, and returns metrics over all ranks.
 
-        A completion for which every reward function abstains has no part in reward_mean.
-        Raises ValueError without prompts, without a tokenizer or with partitioned weights, and RewardError if a reward
-        function fails.
+        The metrics are reward_mean, completion_length_mean (tokens), truncated_fraction and prompts (their number). A
+        completion for which every reward function abstains does not count in reward_mean.
+
+        Raises ValueError if there are no prompts, if the run has no tokenizer, or if the weights are partitioned over
+        several ranks. Raises RewardError if a reward function fails.
         """
         ranks = trainer.ranks
         if trainer.tokenizer is None:
@@ -100,13 +106,16 @@ class PromptEvaluation:
             raise ValueError("an evaluation of prompts needs whole weights: leave out fsdp, or use a table")
         own_prompts = self.prompts[ranks.index :: ranks.size]
         completed = self._complete(trainer, own_prompts)
-        # `run` runs the coroutine to its end, and guards against what users' reward functions may do.
-        scored = user_code.run(self._score(own_prompts, [text for text, _, _ in completed]))
-        rewards = [reward for reward in scored if not math.isnan(reward)]
-        lengths = sum(length for _, length, _ in completed)
-        truncated = sum(cut for _, _, cut in completed)
+        texts = [text for text, _, _ in completed]
+        # `user_code.run` runs the coroutine to its end, and guards this process against users' reward functions, which
+        # may raise SystemExit, for example.
+        all_rewards = user_code.run(self._score(own_prompts, texts))
+        rewards = [reward for reward in all_rewards if not math.isnan(reward)]
+        own_length = sum(length for _, length, _ in completed)
+        own_truncated = sum(is_truncated for _, _, is_truncated in completed)
+        # `ranks.sum` adds up the values of all ranks.
         total_reward, total_length, total_truncated, num_prompts, num_rewards = ranks.sum(
-            [sum(rewards), lengths, truncated, len(own_prompts), len(rewards)]
+            [sum(rewards), own_length, own_truncated, len(own_prompts), len(rewards)]
         )
         return {
             "reward_mean": total_reward / num_rewards if num_rewards else math.nan,
@@ -124,11 +133,13 @@ class PromptEvaluation:
 
     @torch.no_grad()
     def _complete(self, trainer: Run, prompts: Sequence[Prompt]) -> list[tuple[str, int, bool]]:
-        """The text and the number of tokens of one completion for each prompt, with True if `max_tokens` cut it off."""
+        """Completes each prompt. Returns for each completion its text, its number of tokens, and True if `max_tokens`
+        cut it off."""
         model = trainer.model
         tokenizer = trainer.tokenizer
         completed = []
-        # Each module has a mode of its own: gradient checkpointing puts single layers into training mode.
+        # The mode of each module is stored by itself, because the modes may differ: gradient checkpointing puts single
+        # layers into training mode.
         modes = {module: module.training for module in model.modules()}
         model.eval()
         ends = end_ids(model, tokenizer)
@@ -145,24 +156,34 @@ class PromptEvaluation:
                 batch = prompts[start : start + batch_size]
                 ids = [_known_ids(trainer, prompt, template) for prompt in batch]
                 for completion in self._generate(model, ends, ids):
-                    # The indices of the end tokens. Tokens after the first of them do not count.
-                    stops = [index for index, token in enumerate(completion) if token in ends]
-                    length = stops[0] + 1 if stops else len(completion)  # the end is a token of the completion
+                    # The completion goes up to and including its first end token. Tokens after that do not count.
+                    end_indices = [index for index, token in enumerate(completion) if token in ends]
+                    is_truncated = not end_indices
+                    length = len(completion) if is_truncated else end_indices[0] + 1
                     text = text_of(tokenizer, completion[:length], skip_special_tokens=True)
-                    completed.append((text, length, not stops))
+                    completed.append((text, length, is_truncated))
         finally:
             for module, mode in modes.items():
                 module.training = mode
         return completed
 
     def _generate(self, model: Any, ends: Set[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The tokens after each prompt, with any tokens that follow the end of a completion."""
+        """Generates the tokens after each prompt. Further tokens may follow the first end token of a completion.
+
+        `ends`: the ids of the end tokens. `ids`: the tokens of each prompt.
+        """
         base = _base_of(model)
         pad = next(iter(ends), 0)  # the mask hides the padding, so any token will do
         longest = max(map(len, ids))
-        # Padded on the left, so that the first new token follows the last token of each prompt.
-        tokens_BP = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=model.device)
-        mask_BP = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=model.device)
+        rows = []
+        masks = []
+        for row in ids:
+            # The padding is on the left, so that the first new token follows the last token of each prompt.
+            padding = longest - len(row)
+            rows.append([pad] * padding + list(row))
+            masks.append([0] * padding + [1] * len(row))
+        tokens_BP = torch.tensor(rows, device=model.device)
+        mask_BP = torch.tensor(masks, device=model.device)
         greedy = GenerationConfig(
             do_sample=False,
             max_new_tokens=self.max_tokens,
@@ -170,7 +191,8 @@ class PromptEvaluation:
             pad_token_id=pad,
         )
         with _generation_config(base, greedy):
-            # The method of the class: a checkpoint may have given this model object a `generate` of its own.
+            # The `generate` of the class is called, because the code of a checkpoint may have put a `generate` of its
+            # own on this model object.
             generated_BT = type(base).generate(base, tokens_BP, greedy, attention_mask=mask_BP)
         completions: list[list[int]] = generated_BT[:, longest:].tolist()
         return completions
@@ -184,10 +206,10 @@ def _base_of(model: Any) -> Any:
 
 @contextmanager
 def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Inside the context, the model has this generation_config in the place of its own.
+    """Gives the model `config` as its generation_config inside the context.
 
-    It is not enough to pass `config` to `generate`: transformers fills each field that `config` leaves unset from the
-    model's own generation_config.
+    It is not enough to pass `config` to `generate`, because transformers fills each field that `config` leaves unset
+    from the model's own generation_config.
     """
     own = model.generation_config
     model.generation_config = config
@@ -198,13 +220,16 @@ def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 def _template_of_generators(client: ReplayClient) -> Mapping[str, Any]:
-    """Arguments of the chat template that the generators report. If generators differ: the arguments of the first, with
-    a warning. No arguments if no generator is connected."""
+    """The arguments of the chat template that the connected generators report to the server.
+
+    If the generators differ, returns the arguments of the first generator, and logs a warning. Returns no arguments if
+    no generator is connected.
+    """
     client_settings = through_restarts(client, client.server_info).settings_of("generator")
     templates = []
     for _, settings in client_settings:
         template = settings.get("chat_template_kwargs", {})
-        if isinstance(template, dict) and template not in templates:  # a client may say anything
+        if isinstance(template, dict) and template not in templates:  # any client may report any value
             templates.append(template)
     if len(templates) > 1:
         logger.warning(

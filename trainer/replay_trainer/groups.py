@@ -33,13 +33,14 @@ from replay_trainer.token_staleness import is_stale, token_versions, without_sta
 logger = logging.getLogger(__name__)
 
 RECENT_GROUPS = 100
-"""The share of bad groups is computed over the latest steps: the fewest that drew at least this number of groups
-together."""
+"""The share of bad groups is computed over the latest steps. It covers as few steps as possible that together drew at
+least this number of groups."""
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """The limits that a model and the settings set for a group. A number that is None: not known, or no limit."""
+    """The limits that the model and the settings set for a group. If a number is None, its limit is not known, or there
+    is no such limit."""
 
     vocabulary: int | None = None
     """Number of token embeddings."""
@@ -49,11 +50,12 @@ class ModelLimits:
     group_tokens: int | None = None
     """GRPOConfig.max_group_tokens."""
     teacher: str = ""
-    """The column that the trainer distils from, which each group needs; empty: it distils nothing."""
+    """The column of extras that the trainer distils from, and that every group must have; empty: it does not distil."""
     inputs: frozenset[str] = frozenset()
-    """Names of all inputs of the model."""
+    """The names of all parameters of the model's `forward`."""
     length: int | None = None
-    """GRPOConfig.max_length, or the length that chose the rotary frequencies."""
+    """The most tokens of a sequence: GRPOConfig.max_length, or the length for which the rotary frequencies were
+    chosen."""
     reads_versions: bool = False
     """True if the trainer reads the policy versions of tokens (GRPOConfig.max_token_staleness)."""
 
@@ -66,13 +68,13 @@ class ModelLimits:
         length: int | None = None,
         reads_versions: bool = False,
     ) -> ModelLimits:
-        """The limits of a language model of transformers."""
+        """The limits of a language model of transformers. Each argument after `model` is the field of the same name."""
         token_table = model.get_input_embeddings()
         positions = getattr(model.config, "max_position_embeddings", None)
-        # The sizes that a table of positions may have: that of OPT and BART has two more rows than positions.
-        sizes = [] if positions is None else range(positions, positions + 3)
+        # A table of position embeddings has one row for each position. The tables of OPT and BART have two rows more.
+        table_sizes = [] if positions is None else range(positions, positions + 3)
         has_position_table = any(
-            isinstance(module, nn.Embedding) and module is not token_table and module.num_embeddings in sizes
+            isinstance(module, nn.Embedding) and module is not token_table and module.num_embeddings in table_sizes
             for module in model.modules()
         )
         return cls(
@@ -100,14 +102,15 @@ class BadGroup:
 class Inspector:
     """Checks the groups that one rank draws, so that a bad group is deleted and does not end the run.
 
-    A bad group is a group that cannot be trained on. Without this class, a bad group would end every step that draws
-    it. A resume would not help, because by then `forward_to` of the table has copied the group into the pool.
+    A bad group is a group that cannot be trained on. Without this class, every step that draws a bad group would fail.
+    A resume would not help, because the server has copied the group into the pool by then (`forward_to` of the table),
+    so a later step would draw the copy.
 
     * A bad group is counted, named in a warning, and deleted from its table and the pool; no step draws it again.
     * A group that makes a step fail is bad as well. The trainer calls `reject` for such a group.
     * If too many of the recent groups are bad, every rank stops at the same step with the same error.
-    * Every rank also stops if the trainer would scale advantages that a function of the user has computed. This is no
-      fault of the group, so the group stays in its table.
+    * Every rank also stops if the trainer would scale advantages that a function of the user has computed. This is a
+      fault of the settings and not of the group, so the group stays in its table.
     """
 
     client: ReplayClient
@@ -124,7 +127,8 @@ class Inspector:
 
     def __post_init__(self) -> None:
         self._undeleted: dict[int, str] = {}
-        """By key of a bad group that is still to be deleted: the table that it was drawn from."""
+        """Key of each bad group that is still to be deleted -> the table to delete it from. The group is deleted from
+        the pool as well, whatever this table is."""
         self._drawn = 0
         """The number of groups that this rank has drawn since the last `end_draws`."""
         self._unusable: list[BadGroup] = []
@@ -132,12 +136,12 @@ class Inspector:
         self._recent: deque[tuple[int, int]] = deque()
         """(groups drawn, bad groups) of each call of `end_draws`, over all ranks, oldest call first."""
         self._refusal = ""
-        """The error that the next `end_draws` raises; "": none."""
+        """The message of the error that the next `end_draws` raises; "": it raises none."""
         self._ignored: set[str] = set()
-        """Extras that a warning has named."""
+        """The extras that `_warn_of_ignored` has named in a warning."""
 
     def usable(self, samples: Sequence[Sample], table: str) -> list[Sample]:
-        """The samples from `table` that can be trained on."""
+        """Returns the samples from `table` that can be trained on, and rejects the others. Counts all as drawn."""
         good = []
         self._drawn += len(samples)
         for sample in samples:
@@ -153,10 +157,10 @@ class Inspector:
     def _refuse_scaling(self, sample: Sample, table: str) -> None:
         """If the trainer would scale advantages that a user's function has computed, notes the error that the next
         `end_draws` raises."""
-        function = sample.group.meta.get(ADVANTAGES_BY)  # its name, if a user's function computed the advantages
-        if not isinstance(function, str):
+        function_name = sample.group.meta.get(ADVANTAGES_BY)
+        if not isinstance(function_name, str):  # no function of the user computed the advantages
             return
-        reason = why_scaled_again(self.scale, function)
+        reason = why_scaled_again(self.scale, function_name)
         if reason and not self._refusal:
             self._refusal = f"key {sample.info.key} of table {table!r}: {reason}"
 
@@ -181,11 +185,10 @@ class Inspector:
             logger.warning("groups that cannot be trained on are in table %r again: %s", table, error)
 
     def end_draws(self) -> list[BadGroup]:
-        """Deletes the bad groups of this step from the server. Returns the bad groups of all ranks. Every rank calls
-        it.
+        """Deletes the bad groups of this step from the server. Returns the bad groups of all ranks.
 
-        Raises RuntimeError on every rank if this step has bad groups and their share among the recent groups is too
-        high, or if the trainer would scale advantages of a user's function.
+        All ranks call this method together. Raises RuntimeError on every rank if this step has bad groups and their
+        share among the recent groups is too high, or if the trainer would scale advantages of a user's function.
         """
         self.delete()
         # For each rank: (number of groups drawn, bad groups, error to raise or "").
@@ -197,10 +200,14 @@ class Inspector:
         self._unusable = []
         unusable = [group for _, groups, _ in parts for group in groups]
         self._recent.append((sum(drawn for drawn, _, _ in parts), len(unusable)))
-        # Forget the oldest steps as long as the other steps have RECENT_GROUPS draws together.
-        while sum(drawn for drawn, _ in self._recent) - self._recent[0][0] >= RECENT_GROUPS:
-            self._recent.popleft()
         drawn = sum(drawn for drawn, _ in self._recent)
+        # Forget the oldest call as long as the later calls together drew at least RECENT_GROUPS groups.
+        while True:
+            oldest_drawn, _ = self._recent[0]
+            if drawn - oldest_drawn < RECENT_GROUPS:
+                break
+            self._recent.popleft()
+            drawn -= oldest_drawn
         bad = sum(bad for _, bad in self._recent)
         # At the start of a run a single bad group would be a large share of the few groups so far.
         is_too_high = bad > self.max_share * max(drawn, RECENT_GROUPS)
@@ -227,21 +234,24 @@ class Inspector:
 
     def delete(self) -> None:
         """Deletes the bad groups in `_undeleted` from the tables that they were drawn from, and from the pool."""
-        # The groups to delete once more, in the next step: a fresh group may enter the pool only after this call, when
-        # the server learns that its batch arrived. Until then `bad_keys` keeps the group from being drawn.
-        again = {key: self.pool for key, table in self._undeleted.items() if table != self.pool}
+        # A bad fresh group may enter the pool after this call, because the server copies a group into the pool only
+        # when the client confirms its batch. So the next call deletes such groups from the pool once more.
+        # Until then, `bad_keys` keeps the step from drawing them.
+        for_next_call = {key: self.pool for key, table in self._undeleted.items() if table != self.pool}
         tables = set(self._undeleted.values())
         if self._undeleted:
             tables.add(self.pool)
         for table in tables:
-            # From the pool, delete all bad groups; from another table, those that were drawn from it.
-            keys = [key for key, source in self._undeleted.items() if table in (source, self.pool)]
+            if table == self.pool:  # the pool may have a copy of each bad group
+                keys = list(self._undeleted)
+            else:
+                keys = [key for key, source in self._undeleted.items() if source == table]
             try:
                 self.client.delete(table, keys)
             except TableNotFoundError:
-                # There may be no pool: a run that replaces nothing needs none. Nothing is deleted again then.
-                again = {}
-        self._undeleted = again
+                # A run that replaces nothing needs no pool. Without a pool, nothing is left for the next call.
+                for_next_call = {}
+        self._undeleted = for_next_call
 
 
 UNSCORED = "it is a group without rewards: `replay score` is to draw from this table"
@@ -252,8 +262,10 @@ replay_generator's groups/codec.py."""
 
 
 def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  # noqa: B008, it is frozen
-    """The reason why no step can train on this group; empty: a step can. `limits`: the limits of the model, if they are
-    known."""
+    """The reason why no step can train on this group; "": a step can.
+
+    `limits`: the limits of the model, if they are known.
+    """
     try:
         group = sample.group
     except ValueError as error:  # the payload is no group
@@ -264,7 +276,7 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
     if group.num_tokens == 0:
         return "all its completions are empty"
     for name, ids in (("prompt_ids", group.prompt_ids), ("completion_ids", group.completion_ids)):
-        # `initial`: the ids of an empty array have no minimum and no maximum.
+        # numpy computes no minimum and no maximum of an empty array, unless `initial` is given.
         lowest = int(ids.min(initial=0))
         highest = int(ids.max(initial=0))
         if lowest < 0:
@@ -291,7 +303,7 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
         beyond = ~(np.abs(values) <= MAX_VALUE)
         if beyond.any():
             return f"{name} holds {values[beyond][0]:g}, beyond ±{MAX_VALUE:g}"
-    # A comparison with NaN, an unknown log-probability, is False.
+    # An unknown log-probability is NaN. It passes this check, because a comparison with NaN is False.
     if (group.rollout_logprobs > MAX_LOGPROB).any():
         return f"rollout_logprobs holds {np.nanmax(group.rollout_logprobs):.3g}, above 0"
     temperature = group.sampling.get("temperature", 1.0)
@@ -311,7 +323,7 @@ def why_unusable(sample: Sample, limits: ModelLimits = ModelLimits()) -> str:  #
 
 
 COUNTS = ("zero_variance", "stale", "replaced", "missing", "dropped", "added", "too_stale", "uninformative", "drifted")
-"""The names in `Replacement.counts`, without the "groups_" with which each of them begins there."""
+"""The names of the counts in `Replacement.counts`, without their common prefix "groups_"."""
 
 
 @dataclass(frozen=True)
@@ -331,10 +343,10 @@ class Replacement:
     groups_zero_variance: fresh groups without a gradient. groups_stale: fresh groups whose tokens are all older than
     max_token_staleness allows. groups_replaced: zero-variance groups that a group of the pool replaced. groups_missing:
     zero-variance groups that nothing replaced; with dynamic sampling, the number of groups that the batch lacks.
-    groups_dropped: fresh groups that were left out, of this step's draws or of earlier draws. groups_added: groups of
-    the pool that were added to the fresh groups. Three counts are of drawn groups of the pool that were not used:
-    groups_too_stale (they lag too far, or all their tokens are stale), groups_uninformative (they carry no gradient)
-    and groups_drifted (the policy has moved away from them).
+    groups_dropped: fresh groups that were left out, whether this step or an earlier step drew them. groups_added:
+    groups of the pool that were added to the fresh groups. Three counts tell why groups that were drawn from the pool
+    were not used: groups_too_stale (they lag too far, or all their tokens are stale), groups_uninformative (they carry
+    no gradient) and groups_drifted (the policy has moved away from them).
     """
 
     def __post_init__(self) -> None:
@@ -348,13 +360,15 @@ class Replacement:
         return [sample.group for sample in self.samples]
 
     def without(self, left_out: Sequence[int], **counts: int) -> Replacement:
-        """This replacement without the samples at the indices `left_out`. `counts` replace those of the same names;
-        the names here lack the "groups_"."""
+        """Returns a copy without the samples at the indices `left_out`.
+
+        Each of `counts` replaces a count of the copy. Its name here lacks the prefix: `drifted` is "groups_drifted".
+        """
         kept = [i for i in range(len(self.samples)) if i not in left_out]
         return replace(
             self,
             samples=[self.samples[i] for i in kept],
-            replaced=[kept.index(i) for i in self.replaced if i in kept],
+            replaced=[kept.index(i) for i in self.replaced if i in kept],  # their indices among the kept samples
             counts=self.counts | {f"groups_{name}": count for name, count in counts.items()},
         )
 
@@ -367,8 +381,8 @@ class Replacement:
 
 
 def new_counts(**counts: int) -> dict[str, int]:
-    """Every count of `Replacement`. A count that is not passed is 0, so that all steps have metrics of the same
-    names."""
+    """Returns `Replacement.counts` with every name. A count that is not passed is 0, so that all steps have metrics of
+    the same names."""
     return {f"groups_{name}": counts.get(name, 0) for name in COUNTS}
 
 
@@ -376,8 +390,9 @@ def new_counts(**counts: int) -> dict[str, int]:
 class ZeroVarianceReplacer:
     """Replaces zero-variance groups by groups of a replay table.
 
-    A group is replaced as a whole, by a group of any size G. The correction then treats the replacement like every
-    other group: by the log-probabilities of the policy that sampled the replacement, and by the current weights.
+    A group is replaced as a whole, by a group of any size G. The off-policy correction treats the replacement like
+    every other group: it compares the log-probabilities of the policy that sampled the replacement with those of the
+    current weights.
     """
 
     client: ReplayClient
@@ -396,13 +411,14 @@ class ZeroVarianceReplacer:
     teacher: str = field(default="", kw_only=True)
     """The column that the trainer distils from, as in `carries_gradient`."""
     oldest_version: int | None = field(default=None, kw_only=True)
-    """Tokens of earlier policy versions are not trained on. A trainer raises it with each step."""
+    """The oldest policy version whose tokens are trained on; None: the tokens of all versions. The trainer sets it
+    before each step."""
 
     def __post_init__(self) -> None:
         check_choice("on_empty", self.on_empty, get_args(OnEmpty))
 
     def informs(self, sample: Sample) -> bool:
-        """True if the group carries a gradient with the tokens that are not stale."""
+        """True if the group carries a gradient although its stale tokens are left out."""
         group = without_stale_tokens(sample.group, self.oldest_version)
         return carries_gradient(group, self.scale, self.teacher)
 
@@ -414,35 +430,34 @@ class ZeroVarianceReplacer:
         """Replaces the zero-variance groups of a batch as far as the pool has replacements.
 
         The replacements are distinct. No replacement is in the batch already, and no replacement has a key in `exclude`
-        (the keys of the batches of the other ranks). The server returns no group twice under one `scope`: ranks that
-        name the same scope in a step get different groups.
+        (the keys of the batches of the other ranks). The server returns no group twice under one `scope`, so ranks
+        that name the same scope in a step get different groups.
 
         With on_empty="wait", raises DeadlineExceededError at the end of the timeout; the error says what the table
-        waits for. Such a wait needs another process that fills the pool: while this trainer waits, it adds no groups
-        itself.
+        waits for. Such a wait needs another process that fills the pool, because this trainer adds no groups to the
+        pool while it waits.
         """
         zero_variance = [i for i, sample in enumerate(samples) if not self.informs(sample)]
         counts = new_counts()
-        keys = {*exclude, *(sample.info.key for sample in samples)}
-        drawn = self._draw(len(zero_variance), keys, scope, counts, wait=self.on_empty == "wait")
+        excluded = {*exclude, *(sample.info.key for sample in samples)}
+        drawn = self._draw(len(zero_variance), excluded, scope, counts, wait=self.on_empty == "wait")
         assert len(drawn) <= len(zero_variance), (len(drawn), len(zero_variance))
         replaced = zero_variance[: len(drawn)]
         missing = zero_variance[len(drawn) :]
         dropped = missing if self.on_empty == "drop" else []
 
-        # By place in the batch: the sample there, after the replacement. `order`: the places that are not dropped, in
-        # ascending order.
-        sample_at = dict(enumerate(samples))
-        sample_at.update(zip(replaced, drawn, strict=True))
-        order = [i for i in sample_at if i not in dropped]
+        batch = list(samples)
+        for i, replacement in zip(replaced, drawn, strict=True):
+            batch[i] = replacement
+        kept = [i for i in range(len(batch)) if i not in dropped]
         counts["groups_zero_variance"] = len(zero_variance)
         counts["groups_replaced"] = len(drawn)
         counts["groups_stale"] = self.count_stale(samples)
         counts["groups_missing"] = len(missing)
         counts["groups_dropped"] = len(dropped)
         return Replacement(
-            samples=[sample_at[i] for i in order],
-            replaced=[order.index(i) for i in replaced],
+            samples=[batch[i] for i in kept],
+            replaced=[kept.index(i) for i in replaced],  # their indices among the kept samples
             fresh=list(samples),
             counts=counts,
         )
@@ -451,23 +466,24 @@ class ZeroVarianceReplacer:
         """Adds up to `count` groups of the pool to `taken`, the groups that the step has so far. Does not wait if the
         pool has too few.
 
-        `scope` and `exclude` are as in `replace`.
+        `scope` and `exclude` are those of the method `replace`.
         """
         counts = dict(taken.counts)
-        keys = {*exclude, *(sample.info.key for sample in taken.samples)}
-        drawn = self._draw(count, keys, scope, counts, wait=False)
+        excluded = {*exclude, *(sample.info.key for sample in taken.samples)}
+        drawn = self._draw(count, excluded, scope, counts, wait=False)
         counts["groups_added"] += len(drawn)
         samples = [*taken.samples, *drawn]
         replaced = [*taken.replaced, *range(len(taken.samples), len(samples))]
-        # The function of dataclasses, and not the method above.
+        # `replace` is here the function of dataclasses, and not the method above.
         return replace(taken, samples=samples, replaced=replaced, counts=counts)
 
     def update_priorities(self, trust: Mapping[int, float], samples: Sequence[Sample]) -> int:
-        """Sets the priorities of trained groups to their score times `trust[key]`. Returns the number of these groups
-        that the table still has.
+        """Sets the priority of each trained group to its score (`trained_priority`) times `trust[key]`. Returns the
+        number of these groups that the table still has.
 
-        `trust`: by key of a group, the mean over its tokens of min(w, 1), from 0 to 1, where w is the weight of the
-        correction. The pool then returns a group less often if the policy has moved away from it.
+        `trust` has a number from 0 to 1 for the key of each group: the mean of min(w, 1) over the tokens of the group,
+        where w is the weight of a token in the off-policy correction. So the pool returns a group less often if the
+        policy has moved away from it.
         """
         priorities: dict[int, float] = {}
         for sample in samples:
@@ -479,20 +495,28 @@ class ZeroVarianceReplacer:
         return self.client.update_priorities(self.table, priorities).applied
 
     def _draw(self, count: int, exclude: set[int], scope: str, counts: dict[str, int], *, wait: bool) -> list[Sample]:
-        """Draws up to `count` samples that carry a gradient. Fewer only if the table has no more and `wait` is False.
+        """Draws `count` samples that carry a gradient. Returns fewer only if the table has no more and `wait` is False.
 
-        Adds the numbers of groups that were drawn and not used to `counts`.
+        Some groups are drawn but not used: adds their numbers to `counts`.
         """
         chosen: list[Sample] = []
         if self.inspector is not None:
             exclude = exclude | self.inspector.bad_keys
-        # In the place of drawn samples that cannot be used, the loop draws others. It draws no key twice.
+        # If drawn samples cannot be used, the loop draws other samples in their place. It draws no key twice.
         while (missing := count - len(chosen)) > 0:
-            # With `wait`, a draw waits for all missing samples. Without `wait`, it takes at least 1 sample or fails.
-            bounds: dict[str, Any] = {"min_samples": missing, "timeout": self.timeout}
-            if not wait:
-                bounds = {"min_samples": 1, "timeout": 0.0}
-            draw = partial(self.client.sample, self.table, missing, scope=scope, exclude=sorted(exclude), **bounds)
+            if wait:  # the draw waits for all missing samples
+                min_samples, timeout = missing, self.timeout
+            else:  # the draw takes the samples that the table has now, and fails if there are none
+                min_samples, timeout = 1, 0.0
+            draw = partial(
+                self.client.sample,
+                self.table,
+                missing,
+                min_samples=min_samples,
+                timeout=timeout,
+                scope=scope,
+                exclude=sorted(exclude),
+            )
             try:
                 # "keep" and "drop" do not wait for groups, but they do wait for a server that restarts.
                 drawn = through_restarts(self.client, draw)
@@ -522,9 +546,13 @@ class GroupSource:
     """The groups of each step: fresh groups, and groups of the pool that replace fresh groups or are added to them.
 
     `zero_variance` of the configuration says what happens to fresh groups without variance, which carry no gradient
-    (`carries_gradient`). replace: groups of the pool replace them. none: they stay. dynamic: the step draws fresh
-    batches until it has enough groups with variance (DAPO, arXiv 2503.14476). Such a step takes more fresh groups than
-    it trains on, and GRPOConfig.check_admission checks that the server admits so many.
+    (`carries_gradient`):
+
+    * replace: groups of the pool replace them.
+    * none: they stay.
+    * dynamic: the step leaves them out, and draws fresh batches until it has enough groups with variance (DAPO, arXiv
+      2503.14476). Such a step takes more fresh groups than it trains on, and GRPOConfig.check_admission checks that
+      the server admits so many.
     """
 
     batches: Iterator[list[Sample]]
@@ -541,54 +569,59 @@ class GroupSource:
     """The groups that were `left` when the current step began, and the groups that this step has drawn."""
 
     def collect(self) -> Replacement:
-        """The fresh groups of a step. All ranks call it together.
+        """Draws the fresh groups of a step. All ranks call this method together.
 
         Raises the errors of the fresh batches, such as DeadlineExceededError, and Stopped if a stop ends the wait of
         any rank. After Stopped, the groups that this rank drew are in `left`.
         """
         self._drawn = list(self.left)
-        with self._unless_stopped():
+        with self._leaving_drawn_if_stopped():
             return self.stopping.together(self._collect)
 
     def _collect(self) -> Replacement:
-        """The fresh groups of a step of this rank, with their counts."""
+        """Draws this rank's fresh groups of a step, and counts them."""
         if self.config.zero_variance == "dynamic":
             return self._dynamic()
         fresh = self._draw()
-        count = self._without_gradient(fresh)
+        zero_variance = self._count_without_gradient(fresh)
         stale = self.replacer.count_stale(fresh)
         # Nothing has replaced the groups without a gradient so far, so all of them are missing.
-        return Replacement(fresh, [], fresh, new_counts(zero_variance=count, stale=stale, missing=count))
+        counts = new_counts(zero_variance=zero_variance, stale=stale, missing=zero_variance)
+        return Replacement(samples=fresh, replaced=[], fresh=fresh, counts=counts)
 
     def replace(self, step: int, taken: Replacement) -> Replacement:
-        """The groups of `collect`, after groups of the pool have replaced some or were added. Raises Stopped as
-        `collect` does."""
+        """Replaces groups of `taken`, which `collect` returned, by groups of the pool, or adds groups of the pool.
+
+        Does neither up to `replay_start_step`. Raises Stopped as `collect` does.
+        """
         assert not taken.replaced, "groups of the pool come once in a step"
         if step <= self.config.replay_start_step:
             return taken
-        # One scope for all draws of a step: the server gives no two ranks the same group.
+        # All ranks use the same scope for all draws of a step, so that the server gives no two ranks the same group.
         scope = f"{self.run}/step-{step}"
-        with self._unless_stopped():
-            # `stopping.wait` makes a call on every rank, and a stop ends its wait on every rank.
-            # `taken.fresh` are all `samples` here: only with "dynamic", `collect` leaves some of them out.
+        with self._leaving_drawn_if_stopped():
+            # All ranks reach each `stopping.wait`. A stop ends this wait on every rank.
             if self.config.zero_variance == "replace":
-                keys = self._keys(taken)
+                keys = self._keys_of_all_ranks(taken)
+                # `taken.fresh` and `taken.samples` are the same groups here, because `collect` leaves out fresh groups
+                # only with "dynamic".
                 taken = self.stopping.wait(partial(self.replacer.replace, taken.fresh, scope, keys))
             added = self.config.replayed_groups_per_step // self.ranks.size
             if added:
-                keys = self._keys(taken)
+                keys = self._keys_of_all_ranks(taken)
                 taken = self.stopping.wait(partial(self.replacer.add, taken, added, scope, keys))
         return taken
 
     def _draw(self) -> list[Sample]:
-        """The next batch of fresh groups, which `_drawn` notes for the case that a stop ends the step."""
+        """Draws the next batch of fresh groups, and notes them in `_drawn`, in case a stop ends the step."""
         batch = next(self.batches)
         self._drawn += batch
         return batch
 
     @contextmanager
-    def _unless_stopped(self) -> Iterator[None]:
-        """If a stop ends the block, no step trains on the groups that were drawn: they are `left`, and are requeued."""
+    def _leaving_drawn_if_stopped(self) -> Iterator[None]:
+        """If a stop ends the block, puts the groups that were drawn into `left`. No step trains on them then, and the
+        trainer requeues them."""
         try:
             yield
         except Stopped:
@@ -596,38 +629,42 @@ class GroupSource:
             raise
 
     def _dynamic(self) -> Replacement:
-        """The groups of a step with dynamic sampling: groups that carry a gradient, from `left` and as few fresh
-        batches as possible. Fewer than a step needs if max_dynamic_batches have too few."""
+        """Collects the groups of a step with dynamic sampling. All of them carry a gradient.
+
+        They come from `left`, and from as few fresh batches as possible. They are fewer than a step needs if
+        max_dynamic_batches batches have too few.
+        """
         size = self.config.fresh_groups_per_step // self.ranks.size
         # All tokens of a group that an earlier step left may have become stale since then.
         chosen = [sample for sample in self.left if self.replacer.informs(sample)]
         outdated = len(self.left) - len(chosen)  # they count as stale, and as dropped
-        fresh = list[Sample]()
+        fresh: list[Sample] = []
         for _ in range(self.config.max_dynamic_batches):
             if len(chosen) >= size:
                 break
             batch = self._draw()
             fresh += batch
             chosen = chosen + [sample for sample in batch if self.replacer.informs(sample)]
-        # The next step begins with the groups that this step has too many.
+        # The next step begins with the groups that are more than this step needs.
         self.left = chosen[size:]
         chosen = chosen[:size]
-        count = self._without_gradient(fresh)
+        zero_variance = self._count_without_gradient(fresh)
         missing = size - len(chosen)
         assert missing >= 0, (len(chosen), size)
         counts = new_counts(
-            zero_variance=count,
+            zero_variance=zero_variance,
             stale=self.replacer.count_stale(fresh) + outdated,
-            dropped=count + outdated,
+            dropped=zero_variance + outdated,
             missing=missing,
         )
-        return Replacement(chosen, [], fresh, counts)
+        return Replacement(samples=chosen, replaced=[], fresh=fresh, counts=counts)
 
-    def _without_gradient(self, samples: Sequence[Sample]) -> int:
+    def _count_without_gradient(self, samples: Sequence[Sample]) -> int:
         """The number of samples that carry no gradient."""
         return sum(not self.replacer.informs(sample) for sample in samples)
 
-    def _keys(self, taken: Replacement) -> list[int]:
-        """The keys of the groups of every rank. The pool may hold copies of these groups already."""
+    def _keys_of_all_ranks(self, taken: Replacement) -> list[int]:
+        """The keys of the groups that the ranks have taken so far. A draw from the pool must exclude them, because the
+        pool may already hold copies of these groups."""
         own_keys = [sample.info.key for sample in (*taken.samples, *taken.fresh)]
         return [key for keys in self.ranks.all(own_keys) for key in keys]

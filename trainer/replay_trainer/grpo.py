@@ -10,8 +10,8 @@ its own groups, such as that memory ran out, the ranks exchange this decision be
 
 The groups that a step takes leave the server only after the result of the step is on the disk: the server holds fresh
 groups under leases until a training checkpoint that names them is written. So a killed trainer loses only time. Its
-resume starts from that checkpoint, and gets the groups of later steps again. A step that fails because of some of its
-groups is made again without these groups. An update that failed has changed no weights.
+resume starts from that checkpoint, and gets the groups of later steps again. If some of its
+groups make a step fail, the step is made again without these groups. An update that failed has changed no weights.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class GRPOTrainer:
             raise ValueError(f"give GRPOTrainer the model itself, not a {type(model).__name__} around it")
         self.model = model.to(self.device)
         self.adapter = Adapter.of(self.model, config.merge_adapter)
-        # The base contains the layers of the adapter.
+        # peft has put the layers of the adapter into the base, so the base computes with the adapter.
         trained = self.model if self.adapter is None else self.adapter.base
         self.policy = LogprobModel(trained, config.packing, config.gradient_checkpointing, config.max_length)
         self.ranks.copy_from_first(self.policy)  # all ranks start from the same weights
@@ -141,9 +141,16 @@ class GRPOTrainer:
         self.passes = Passes(self.policy, self.reference, self.adapter, config, self.ranks, self.partitioned)
         teacher = config.teacher.column if config.teacher else ""
         reads_versions = config.max_token_staleness is not None
-        # `policy.max_length`: the length that chose the rotary frequencies, if the model has several sets of them.
+        # `policy.max_length` is the length for which the model's rotary frequencies were chosen; None: nothing was
+        # chosen, because the model has only one set of them.
         length = config.max_length if self.policy.max_length is None else self.policy.max_length
-        limits = ModelLimits.of(self.policy.model, config.max_group_tokens, teacher, length, reads_versions)
+        limits = ModelLimits.of(
+            self.policy.model,
+            group_tokens=config.max_group_tokens,
+            teacher=teacher,
+            length=length,
+            reads_versions=reads_versions,
+        )
         self.inspector = Inspector(
             client,
             self.ranks,
@@ -168,7 +175,7 @@ class GRPOTrainer:
         self.last_step: int | None = None
         """The last finished step of the run, 0 before the first step; None before `train` has found where to start."""
         self._stopping = Stopping(self.ranks)
-        # `train` sets these four.
+        # `train` sets the next four attributes.
         self.publication: Publication
         self._source: GroupSource
         self._timers: StepTimers
@@ -176,18 +183,21 @@ class GRPOTrainer:
         self._is_first_step = True
         """True until a step has drawn its groups."""
         self._length_ratio = LengthRatio(whole=True)
-        """Replaced by `train`, which knows whether the run begins now."""
+        """`train` replaces this value, because it knows whether the run begins now."""
         self._bad: list[BadGroup] = []
         """The groups of the current step that could not be trained on, over all ranks."""
 
     def train(self) -> int:
-        """Trains up to `max_steps`, or until `stop`. Returns the number of steps that this call made: 0 if a resumed
-        run had made all steps already.
+        """Trains up to `max_steps`, or until `stop`. Returns the number of steps that this call made, which is 0 if a
+        resumed run had made all steps already.
 
-        Raises DeadlineExceededError if no groups come in time, or if all generators and scorers have left,
-        FloatingPointError if the weights compute numbers that are not finite (before they are published), RuntimeError
-        if a larger share of groups than max_unusable_fraction cannot be trained on or if a version cannot be published,
-        and the errors of `Publication.start` if output_dir or the server belong to another run.
+        Raises:
+
+        * DeadlineExceededError if no groups come in time, or if all generators and scorers have left.
+        * FloatingPointError if the weights compute numbers that are not finite. Such weights are not published.
+        * RuntimeError if a larger share of groups than max_unusable_fraction cannot be trained on, or if a version
+          cannot be published.
+        * The errors of `Publication.start` if output_dir or the server belongs to another run.
         """
         config = self.config
         leases = GroupLeases(self.client, config.rollouts_table, config.lease, self.output_dir, self.ranks.index)
@@ -213,7 +223,8 @@ class GRPOTrainer:
         if self.ranks.is_first:
             write_whole(self.output_dir / SETTINGS_FILE, as_json(config))
         leases.start()
-        # After an error, the trainer does not say that it leaves, so that `replay doctor` can report that it is gone.
+        # False after an error. The trainer then does not tell the server that it leaves, so that `replay doctor` can
+        # report that the trainer is gone.
         on_purpose = False
         try:
             for callback in self.callbacks:
@@ -233,11 +244,12 @@ class GRPOTrainer:
             raise
         finally:
             self.publication.close()
-            # `leases.requeue` requeues the groups that no training checkpoint contains, and returns all held keys.
-            self.inspector.requeued(leases.requeue(), config.rollouts_table)
+            # Requeues the groups that no training checkpoint contains, and returns the keys of all held groups.
+            held_keys = leases.requeue()
+            self.inspector.requeued(held_keys, config.rollouts_table)
             for callback in self.callbacks:
                 callback.on_end(self)
-            if on_purpose:  # last, because after any later call the server would take this client as running again
+            if on_purpose:  # the last call, because any later call would tell the server that this client runs
                 self.client.leave()
         return self.last_step - version
 
@@ -247,17 +259,17 @@ class GRPOTrainer:
 
         A wait for groups ends within about a second. The step that waited is given up, and its groups are requeued. A
         signal handler, a callback or any thread may call `stop`, and a call on one rank is enough. A rank that
-        exchanges values with the other ranks handles a signal only after the exchange. `stopped` is True afterwards if
-        `train` returned before max_steps.
+        exchanges values with the other ranks handles a signal only after the exchange. After `train` has returned,
+        `stopped` is True if the stop ended it before max_steps.
         """
         self._stopping.ask()
 
     def step(self, step: int) -> None:
         """Makes one step, from groups to a version of the weights. `train` calls this method on all ranks together.
 
-        Raises Stopped, which is no Exception, if `stop` was called: the step is not made.
+        If `stop` was called, makes no step and raises Stopped, which is a BaseException but no Exception.
         """
-        self.publication.check()
+        self.publication.check()  # raises the error of a failed write, and sets `_stopping.agreed` if a rank was asked
         if self._stopping.agreed:
             raise Stopped
         self.replacer.oldest_version = self.config.oldest_version(step)
@@ -267,9 +279,9 @@ class GRPOTrainer:
             self.publication.check_generators()
             self._is_first_step = False
         taken = self._replace(step, taken)  # groups of the pool replace some, or are added
-        taken = self._without_failing(step, taken, self._without_drifted)
+        taken = self._retry_without_failing(step, taken, self._without_drifted)
         self._timers.lap("replace")
-        trained = self._without_failing(step, taken, partial(self._train_on, step))  # passes and optimizer steps
+        trained = self._retry_without_failing(step, taken, partial(self._train_on, step))  # passes and optimizer steps
         self._timers.lap("update")
         self._report(step, trained)
         self._timers.lap("report")
@@ -278,7 +290,7 @@ class GRPOTrainer:
         self._timers.lap("publish")
 
     def decode(self, token_ids: Any) -> str:
-        """The text of tokens. Without a tokenizer: their ids."""
+        """The text of the tokens; without a tokenizer, their ids with spaces between them."""
         ids = [int(token) for token in token_ids]
         return text_of(self.tokenizer, ids) if self.tokenizer is not None else " ".join(map(str, ids))
 
@@ -286,11 +298,11 @@ class GRPOTrainer:
 
     @contextmanager
     def _groups(self, leases: GroupLeases) -> Iterator[GroupSource]:
-        """The source of the groups of each step, over this rank's stream of fresh batches."""
+        """Opens this rank's stream of fresh batches, and yields the source of the groups of each step."""
         config = self.config
         table = config.rollouts_table
-        # Each start of the trainer has another name, so that a step that is repeated after a resume may draw the same
-        # groups of the pool again.
+        # Each start of the trainer has a new name. So a step that is repeated after a resume may draw the same groups
+        # of the pool once more.
         run = self.ranks.from_first(secrets.token_hex(8))
         self._timers = StepTimers()
         watched: suppliers.Suppliers | None = None
@@ -300,7 +312,9 @@ class GRPOTrainer:
             # bring groups.
             watched = suppliers.Suppliers(self.client)
             seconds = suppliers.LOOK_SECONDS
-        limit = f"sample_timeout = {seconds:g} s"  # for an error that only a run with sample_timeout raises
+        # The setting that the error of a wait names if the wait was too long. Without sample_timeout, there is no such
+        # error.
+        limit = f"sample_timeout = {seconds:g} s"
         quiet = not self.ranks.is_first
         look = self._stopping.look
         self._waits = ServerWaits(self.client, table, quiet=quiet, suppliers=watched, limit=limit, look=look)
@@ -310,11 +324,12 @@ class GRPOTrainer:
             prefetch=config.prefetch,
             timeout=seconds,
             lease=config.lease,
-            on_lease=leases.expect,  # the client calls it for each batch before the lease of the batch begins
+            on_lease=leases.expect,  # the client calls `expect` for each batch before the lease of the batch begins
         ) as stream:
 
             def fresh() -> Iterator[list[Sample]]:
-                """Draws a batch whenever a step needs one. Passes over a batch whose groups were all trained on."""
+                """Draws a batch whenever a step needs one, and yields its usable groups. Passes over a batch whose
+                groups have all been trained on already."""
                 for batch in self._waits.watch(stream):
                     new = leases.hold(batch)
                     if new:
@@ -324,7 +339,8 @@ class GRPOTrainer:
             yield GroupSource(fresh(), self.replacer, self.ranks, run, config, self._stopping)
 
     def _replace(self, step: int, taken: Replacement) -> Replacement:
-        """The groups of the step, with those of the pool that replace some of the fresh ones or join them."""
+        """Replaces fresh groups by groups of the pool, or adds groups of the pool. Then deletes the bad groups that the
+        step has drawn. Returns the groups of the step."""
         with self._waits.waiting("for groups"):
             try:
                 taken = self._source.replace(step, taken)
@@ -339,21 +355,21 @@ class GRPOTrainer:
         if limit is None:
             return taken
         stored = [taken.samples[i].group for i in taken.replaced]  # the groups from the pool
-        batch = self._to_batch(stored, range(len(stored)))
+        batch = self._to_batch(stored, replaced=range(len(stored)))
         try:
             drifts = group_drifts(batch, self.passes.logprobs(batch))
         except StepFailure as failure:
-            # The failure has indices of `stored`; the caller expects indices of `taken.samples`.
+            # The indices in `failure` refer to `stored`. The caller expects indices of `taken.samples`.
             failure.groups = [taken.replaced[group] for group in failure.groups]
             raise
         drifted = [i for i, drift in zip(taken.replaced, drifts, strict=True) if drift > limit]
         return taken.without(drifted, drifted=len(drifted))
 
     def _to_batch(self, groups: Sequence[RolloutGroup], replaced: Sequence[int]) -> Batch:
-        """This rank's batch, with the advantages that `scale_rewards` asks for.
+        """Makes this rank's batch from the groups, with the advantages that `scale_rewards` asks for.
 
-        The groups with the indices `replaced` are from the pool. `replay_rollouts` says which of their rollouts are in
-        the batch.
+        `replaced`: the indices of the groups from the pool. `replay_rollouts` says which rollouts of these groups are
+        in the batch.
         """
         scale = self.config.scale_rewards
         advantages = None
@@ -379,13 +395,14 @@ class GRPOTrainer:
         return batch.without_wrong(replaced)
 
     def _train_on(self, step: int, taken: Replacement) -> TrainedStep:
-        """Makes all updates of one step. The metrics are those of the last update. Raises StepFailure if groups make an
-        update fail.
+        """Makes all updates of one step. Returns the step with the metrics of its last update. Raises StepFailure if
+        groups make an update fail.
 
-        The first update computes `old_BT`, and the later updates compare with it.
+        The first update computes `old_BT`, the log-probabilities before the step. The later updates compare theirs with
+        `old_BT`.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate_at(step)
+        for parameter_group in self.optimizer.param_groups:
+            parameter_group["lr"] = self.config.learning_rate_at(step)
         batch = self._to_batch(taken.groups, taken.replaced)
         old_BT = None
         for _ in range(self.config.num_iterations):
@@ -397,11 +414,12 @@ class GRPOTrainer:
         assert old_BT.shape == batch.mask_BT.shape, (old_BT.shape, batch.mask_BT.shape)
         return TrainedStep(taken, batch, old_BT, {"loss": loss, "grad_norm": grad_norm, **metrics})
 
-    def _without_failing(self, step: int, taken: Replacement, action: Callable[[Replacement], T]) -> T:
-        """The result of `action` on the groups, without the groups that make it fail, which are rejected.
+    def _retry_without_failing(self, step: int, taken: Replacement, action: Callable[[Replacement], T]) -> T:
+        """Calls `action` with the groups, and returns its result. If groups make `action` fail, rejects these groups,
+        and calls `action` again with the other groups.
 
-        `action` is repeated from its start until it succeeds. Updates of the step before the failure are not undone,
-        because each of them was sound.
+        Each call begins anew. But the updates that `action` made before a failure are not undone, because each of them
+        was sound.
         """
         while True:
             try:
@@ -410,10 +428,11 @@ class GRPOTrainer:
                 taken = self._without_unusable(step, taken, failure)
 
     def _without_unusable(self, step: int, taken: Replacement, failure: StepFailure) -> Replacement:
-        """The groups without the groups that caused the failure. No groups if no rank knows which groups caused it.
+        """Rejects and deletes the groups that caused the failure, and returns the other groups of the step. If no rank
+        knows which groups caused the failure, rejects all groups of the step.
 
-        Raises FloatingPointError if the weights are at fault and not the groups, and RuntimeError if too many groups
-        are bad, or if this rank failed alone.
+        Raises FloatingPointError if the weights are at fault and not the groups, or if no rank has groups. Raises
+        RuntimeError if too many groups are bad, or if this rank failed alone.
         """
         self.optimizer.zero_grad(set_to_none=True)
         bad = failure.groups
@@ -427,10 +446,12 @@ class GRPOTrainer:
                 f"groups {keys} are rejected and deleted: continue with resume=True"
             ) from failure
         self.publication.probe()  # raises FloatingPointError if the weights are at fault
-        if not any(self.ranks.all(bool(bad))):  # no rank knows which groups are at fault
+        some_rank_knows = any(self.ranks.all(bool(bad)))
+        if not some_rank_knows:
             bad = range(len(taken.samples))
             reason += ", and no group stands out, so the step does without all of them"
-        if not any(self.ranks.all(bool(bad))):  # the step had no groups on any rank
+        some_rank_has_groups = any(self.ranks.all(bool(bad)))
+        if not some_rank_has_groups:
             raise FloatingPointError(f"{reason}: no group is left, and the weights are sound") from failure
         self._note_bad(taken, bad, reason)
         self._bad += self.inspector.end_draws()
@@ -443,7 +464,8 @@ class GRPOTrainer:
             self.inspector.reject(taken.samples[i].info.key, table, reason)
 
     def _report(self, step: int, trained: TrainedStep) -> None:
-        """Reports the result of the step to the callbacks, evaluates, and updates the priorities of the pool."""
+        """Evaluates the weights if the step is due, updates the priorities of the pool, and reports the step to the
+        callbacks."""
         config = self.config
         taken = trained.taken
         parts = self.ranks.all(self._part(trained))
@@ -459,10 +481,12 @@ class GRPOTrainer:
         metrics |= _prefixed("time", self._timers.collect())
         metrics["train/tokens_per_second"] = metrics["train/tokens"] / metrics["time/step"]
         for callback in self.callbacks:
-            callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced, self._record(step, parts)))
+            record = self._record(step, parts)
+            callback.on_step(self, StepReport(metrics, taken.samples, taken.replaced, record))
 
     def _compare_lengths(self, parts: Sequence[RankPart]) -> float:
-        """The ratio of `LengthRatio` after this step; NaN if the server does not answer in time."""
+        """Adds the completions of this step to `_length_ratio`, and returns the new ratio; NaN if the server does not
+        answer in time."""
         lengths = [length for part in parts for facts in part.trained for length in facts.lengths]
         table = self.config.rollouts_table
         generated = None
@@ -503,17 +527,17 @@ class GRPOTrainer:
             for i, facts in enumerate(part.trained):
                 source = "replayed" if i in part.replaced else "fresh"
                 trained.append(_named(facts) | {"source": source, "rank": rank})
-        # The groups that are in one of the other two lists, and so not in "left_out".
-        used = {group["key"] for group in trained} | {group.key for group in self._bad}
+        # The keys of the groups that are in "trained" or "unusable". These groups do not belong in "left_out".
+        listed_keys = {group["key"] for group in trained} | {group.key for group in self._bad}
         return {
             "step": step,
             "trained": trained,
-            "left_out": [_named(facts) for part in parts for facts in part.fresh if facts.key not in used],
+            "left_out": [_named(facts) for part in parts for facts in part.fresh if facts.key not in listed_keys],
             "unusable": [asdict(group) for group in self._bad],
         }
 
     def _describe(self, step: int, trained: TrainedStep, parts: Sequence[RankPart]) -> Metrics:
-        """Metrics of the step over all ranks, the same on each of them."""
+        """The metrics of the step over all ranks, the same on each rank. The first rank also logs alarms about them."""
         correction = Moments.of_parts([part.moments for part in parts]).metrics()
         assert len(parts) == self.ranks.size, (len(parts), self.ranks.size)
         sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
@@ -536,22 +560,23 @@ class GRPOTrainer:
         }
 
     def _update_priorities(self, trained: TrainedStep) -> int:
-        """ZeroVarianceReplacer.update_priorities for the groups of all ranks. Returns the number of these groups that
-        the table still has."""
+        """Updates the priorities of the groups of all ranks, as `ZeroVarianceReplacer.update_priorities` says. Returns
+        the number of these groups that the table still has."""
         samples = trained.taken.samples
         batch = trained.batch
         correction = correct_batch(batch, trained.old_BT, self.config.correction)
-        # The sum of min(w, 1) over the tokens of each rollout. The loop below adds up the sums of the rollouts of a
-        # group, and divides by the number of their tokens.
+        # The sum of min(w, 1) over the tokens of each rollout. To get the mean over the tokens of a group, the loop
+        # below adds up the sums of its rollouts, and divides by the number of their tokens.
         trust_J = (correction.weights.clamp(max=1) * correction.mask).sum(dim=1).cpu().numpy()
         tokens_J = batch.rollouts.mask_JT.sum(dim=1).cpu().numpy()
-        group_J = batch.group_B[batch.rollouts.first_J]
+        group_J = batch.group_B[batch.rollouts.first_J]  # index of the group of each rollout
         assert trust_J.shape == tokens_J.shape == group_J.shape, (trust_J.shape, tokens_J.shape, group_J.shape)
         trust = {}
         for index, sample in enumerate(samples):
-            rollouts = group_J == index
-            trust[sample.info.key] = float(trust_J[rollouts].sum() / max(tokens_J[rollouts].sum(), 1))
-        return int(self.ranks.sum([self.replacer.update_priorities(trust, samples)])[0])
+            in_group_J = group_J == index
+            trust[sample.info.key] = float(trust_J[in_group_J].sum() / max(tokens_J[in_group_J].sum(), 1))
+        updated = self.replacer.update_priorities(trust, samples)
+        return int(self.ranks.sum([updated])[0])
 
 
 @dataclass(frozen=True)
@@ -581,12 +606,12 @@ class RankPart:
     """The drifts of the groups from the pool, in nats."""
     moments: Moments
     sums: dict[str, float]
-    """Values that are added up over the ranks: metrics by their names, and the number of tokens that were drawn from a
-    part of the vocabulary which the trainer does not know."""
+    """Values that are added up over the ranks. All are metrics by their names, except for "unknown masks": the number
+    of tokens that were drawn from a part of the vocabulary, when the trainer does not know from which part."""
 
 
 def _named(facts: GroupFacts) -> dict[str, Any]:
-    """The entries of StepsFile that name a group."""
+    """The entries that identify a group in a line of StepsFile."""
     return {"key": facts.key, "prompt_id": facts.prompt_id, "policy_version": facts.policy_version}
 
 

@@ -2,8 +2,9 @@
 
     hidden states ──▶ those that predict a token of the mask ──▶ head, chunk by chunk ──▶ log-probability, entropy
 
-The (B, T, V) logits are never in memory as a whole: each chunk is computed for the forward pass, and again for the
-backward pass. Axes here: N tokens of the mask, C tokens of a chunk, H hidden size, V vocabulary.
+The (B, T, V) logits are never in memory as a whole, because each chunk of them is computed for the forward pass, and
+once more for the backward pass. The exception is the route "logits" (see `Route`).
+Axes here: N tokens of the mask, C tokens of a chunk, H hidden size, V vocabulary.
 
 If the model can take packed rows, the sequences of a micro-batch are packed into one row without padding, in which each
 shared prefix is present once.
@@ -12,8 +13,8 @@ shared prefix is present once.
     0 1 2 3 4 3 4 5 6 0 1 2 3      positions
 
 All layers except attention treat each token by itself, so they need to know nothing of the packing. Attention follows
-the layout (packing/attention.py). The layout is a keyword of the forward call, which transformers passes on to the
-attention function, also when a layer is recomputed for the backward pass.
+the layout (packing/attention.py). The layout is a keyword argument of the forward call. transformers passes this
+argument on to the attention function, also when a layer is recomputed for the backward pass.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from replay_trainer.packing.sampling_masks import ChunkMasks, TokenMasks
 logger = logging.getLogger(__name__)
 
 CHUNK_LOGITS = 2**24
-"""Logits in memory at once, 64 MiB in float32."""
+"""The most logits of a chunk: 64 MiB in float32."""
 
 Route = Literal["packed", "padded", "logits"]
-"""packed: one row without padding, head in chunks. padded: rows of similar length, head in chunks.
-logits: padded rows through the whole model, for models whose head is more than a linear layer."""
+"""packed: The base of the model gets one row without padding. The head is computed in chunks.
+padded: The base gets padded rows of similar length. The head is computed in chunks.
+logits: The whole model gets padded rows, and returns all logits. This is for models for which the other routes do not
+work, such as a model whose head is more than a linear layer."""
 
 
 class LogprobModel(nn.Module):
@@ -61,10 +64,11 @@ class LogprobModel(nn.Module):
 
         With dropout, the log-probabilities of sampler, old and new policy would differ at random, which the correction
         would take for a difference between the policies.
-        `max_length`: see `fix_frequencies`; None: the length that engines serve by default.
+        `packing`: False leaves out the route "packed". `max_length`: see `fix_frequencies`; None: the length that
+        engines serve by default.
 
-        Raises ValueError for a model that `check_model` refuses: one that is not causal, or whose log-probabilities are
-        not certain.
+        Raises ValueError for a model that `check_model` refuses, because it is not causal, or because its
+        log-probabilities depend on the implementation of attention and nobody knows which are right.
         """
         super().__init__()
         self.model = model.eval()
@@ -77,7 +81,7 @@ class LogprobModel(nn.Module):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():
                 if isinstance(module, GradientCheckpointingLayer):
-                    # Such a layer recomputes only in training mode. The modules inside of it stay in eval mode.
+                    # Such a layer recomputes only in training mode. Its submodules stay in eval mode.
                     module.training = True
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.route: Route = self._find_route(packing)
@@ -86,37 +90,41 @@ class LogprobModel(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(B, T) log-probabilities of the tokens of `batch.mask_BT`, and (B, T) entropies without gradient.
 
-        Both float32, in nats, 0 outside the mask, at the temperature of the sampling: log softmax(logits /
-        temperature)[token]. The softmax goes over the tokens that the sampler kept (`batch.sampling_masks`), or over
-        all tokens.
+        Both are float32, in nats, and 0 outside the mask. Both are of the distribution softmax(logits / temperature),
+        with the temperature of the sampling. If a token has a sampling mask (`batch.sampling_masks`), its softmax goes
+        over the tokens that the sampler kept; otherwise the softmax goes over all tokens.
         """
         return self._run(batch, self.route)
 
     def _run(self, batch: Batch, route: Route) -> tuple[Tensor, Tensor]:
         """The result of `forward`, computed by this route."""
         inputs = packed_input(batch) if route == "packed" else padded_input(batch)
-        ids_N = batch.completion_ids_BT[batch.mask_BT]
-        temperature_N = batch.temperature_B[:, None].expand_as(batch.mask_BT)[batch.mask_BT]
+        mask_BT = batch.mask_BT
+        ids_N = batch.completion_ids_BT[mask_BT]
+        temperature_BT = batch.temperature_B[:, None].expand_as(mask_BT)
+        temperature_N = temperature_BT[mask_BT]
         assert inputs.predicts_N.shape == ids_N.shape, (inputs.predicts_N.shape, ids_N.shape)
-        masks = None if batch.sampling_masks is None else batch.sampling_masks.over(batch.mask_BT)
+        sampling_masks = None if batch.sampling_masks is None else batch.sampling_masks.over(mask_BT)
         if route == "logits":
             logits_NV = self._call(self.model, inputs).logits.flatten(0, 1)[inputs.predicts_N]
-            logprobs_N, entropy_N = _of_logits(logits_NV, ids_N, temperature_N, masks)
+            logprobs_N, entropy_N = _of_logits(logits_NV, ids_N, temperature_N, sampling_masks)
         else:
             hidden_NH = self._call(self._base(), inputs).last_hidden_state.flatten(0, 1)[inputs.predicts_N]
             head = self.model.get_output_embeddings()
-            logprobs_N, entropy_N = chosen_logprobs(hidden_NH, head.weight, head.bias, ids_N, temperature_N, masks)
+            logprobs_N, entropy_N = chosen_logprobs(
+                hidden_NH, head.weight, head.bias, ids_N, temperature_N, sampling_masks
+            )
         # `masked_scatter` would take the first values of a longer row without an error.
         assert logprobs_N.shape == entropy_N.shape == ids_N.shape, (logprobs_N.shape, entropy_N.shape, ids_N.shape)
         assert logprobs_N.dtype == torch.float32, logprobs_N.dtype
         zeros_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         return (
-            zeros_BT.masked_scatter(batch.mask_BT, logprobs_N),
-            zeros_BT.masked_scatter(batch.mask_BT, entropy_N),
+            zeros_BT.masked_scatter(mask_BT, logprobs_N),
+            zeros_BT.masked_scatter(mask_BT, entropy_N),
         )
 
     def _call(self, module: Any, inputs: ModelInput) -> Any:
-        """The output of the model, or of its base, for these inputs."""
+        """Calls `module`, which is the model or its base, with these inputs, and returns its output."""
         optional: dict[str, Any] = {}
         if self._takes_positions:  # a model without this argument counts positions from the left
             optional["position_ids"] = inputs.position_ids_RS
@@ -133,7 +141,10 @@ class LogprobModel(nn.Module):
 
     @torch.no_grad()
     def _find_route(self, packing: bool) -> Route:
-        """The first route that computes the log-probabilities of the plain model. `packing`: try packed rows, too."""
+        """The quickest route that computes the log-probabilities of the plain model.
+
+        `packing`: True to try packed rows, too.
+        """
         head = self.model.get_output_embeddings()
         # The other routes compute the head themselves, as one linear layer, from the output of the base.
         if type(head) is not nn.Linear or not hasattr(self.model, self.model.base_model_prefix):
@@ -141,20 +152,20 @@ class LogprobModel(nn.Module):
         batch = _trial(self.model)
         expected_BT, _ = self._run(batch, "logits")
         tolerance = tolerance_of(self.model, expected_BT)
-        before = self.model.config._attn_implementation
-        # The quicker route is tried first. `enable_packing` returns False if the model cannot take packed rows.
+        plain_attention = self.model.config._attn_implementation
         routes: list[Route] = ["padded"]
+        # `enable_packing` returns False if the model cannot take packed rows.
         if packing and self._takes_positions and enable_packing(self.model):
-            routes.insert(0, "packed")
+            routes.insert(0, "packed")  # tried first, because it is quicker
         for route in routes:
             if self._agrees(batch, route, expected_BT, tolerance):
                 return route
-            if self.model.config._attn_implementation != before:  # `enable_packing` has changed it
-                self.model.set_attn_implementation(before)
+            if self.model.config._attn_implementation != plain_attention:  # `enable_packing` has changed it
+                self.model.set_attn_implementation(plain_attention)
         return "logits"
 
     def _agrees(self, batch: Batch, route: Route, expected_BT: Tensor, tolerance: float) -> bool:
-        """True if a route computes the log-probabilities `expected_BT` of the plain model."""
+        """True if `route` computes the log-probabilities `expected_BT` of the plain model, within `tolerance`."""
         try:
             logprobs_BT, _ = self._run(batch, route)
         except Exception as error:  # a model may raise anything for arguments that it does not take
@@ -179,16 +190,16 @@ def _trial(model: Any) -> Batch:
     vocabulary = len(model.get_input_embeddings().weight)
     random = np.random.default_rng(0)
 
-    def tokens(count: int) -> Any:
+    def random_tokens(count: int) -> Any:
         return random.integers(0, vocabulary, count)
 
     # For each group: the length of its prompt, then the lengths of its completions.
     lengths = [(3, 5, 1, 2), (6, 3, 0, 7)]
-    groups = [[tokens(length) for length in group] for group in lengths]
+    groups = [[random_tokens(length) for length in group] for group in lengths]
     longest = groups[1][-1]
     # For each further completion: how many of its first tokens are those of `longest`, and how many others follow.
     for num_shared, num_own in ((7, 4), (3, 2), (5, 0)):
-        groups[1].append(np.concatenate((longest[:num_shared], tokens(num_own))))
+        groups[1].append(np.concatenate((longest[:num_shared], random_tokens(num_own))))
     return to_batch([bare_group(*group) for group in groups], model.device)
 
 
@@ -200,13 +211,16 @@ def chosen_logprobs(
     temperature_N: Tensor,
     masks: TokenMasks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax((hidden @ weight.T + bias) / temperature)[id] and the entropy: (N,) float32, in nats.
+    """The (N,) log-probabilities log softmax((hidden @ weight.T + bias) / temperature)[id], and (N,) entropies.
 
-    `masks`: the vocabulary that the softmax of each token goes over. Without masks, and for a token without one, the
-    softmax goes over all tokens.
+    Both are float32, in nats.
 
-    Logits are computed in the dtype of the weight (under autocast, in that of autocast), all later values in float32.
-    Memory: CHUNK_LOGITS logits. The gradient flows into hidden, weight and bias, but not through the entropy.
+    `masks`: the sampling masks, which say over what part of the vocabulary the softmax of each token goes. Without
+    masks, and for a token without a mask, the softmax goes over the whole vocabulary.
+
+    Logits are computed in the dtype of the weight or, under autocast, in the dtype of autocast. All later values are in
+    float32. Only the logits of one chunk are in memory at once, at most CHUNK_LOGITS. The gradient of the
+    log-probabilities flows into hidden, weight and bias. The entropies have no gradient.
     """
     # `apply` has no type in torch.
     logprobs_N, entropy_N = _ChosenLogprobs.apply(hidden_NH, weight_VH, bias_V, ids_N, temperature_N, masks)  # type: ignore[no-untyped-call]
@@ -216,19 +230,20 @@ def chosen_logprobs(
 def _of_logits(
     logits_NV: Tensor, ids_N: Tensor, temperature_N: Tensor, masks: TokenMasks | None
 ) -> tuple[Tensor, Tensor]:
-    """(N,) log-probabilities of the tokens and (N,) entropies, from all logits at once."""
+    """(N,) log-probabilities of the tokens `ids_N`, and (N,) entropies, from all logits at once."""
     logits_NV = logits_NV.float() / temperature_N[:, None]
     all_masks = None if masks is None else masks.of_chunk(slice(None))
     logsum_N, entropy_N = _logsum_and_entropy(logits_NV, all_masks)
-    return logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - logsum_N, entropy_N.detach()
+    chosen_N = logits_NV.gather(-1, ids_N[:, None]).squeeze(-1)
+    return chosen_N - logsum_N, entropy_N.detach()
 
 
 def _logsum_and_entropy(logits_CV: Tensor, masks: ChunkMasks | None) -> tuple[Tensor, Tensor]:
-    """(C,) logsumexp of the logits, and (C,) entropy of their softmax. For a token with a mask, both are over its
-    mask."""
+    """(C,) logsumexp of the logits, and (C,) entropy of their softmax. For a token with a sampling mask, both go over
+    the tokens of its mask only."""
     if masks is None:
         return _logsum_and_entropy_of(logits_CV)
-    # Rows of tokens without a mask have no meaning in these two.
+    # In these two, the values of tokens without a mask have no meaning.
     masked_logsum_C, masked_entropy_C = _logsum_and_entropy_of(masks.logits_of(logits_CV))
     if masks.all_known:
         return masked_logsum_C, masked_entropy_C
@@ -238,11 +253,16 @@ def _logsum_and_entropy(logits_CV: Tensor, masks: ChunkMasks | None) -> tuple[Te
 
 
 def _logsum_and_entropy_of(logits_CK: Tensor) -> tuple[Tensor, Tensor]:
-    """(C,) logsumexp over the K logits of each token, and (C,) entropy of their softmax, which has no gradient."""
+    """(C,) logsumexp over the K logits of each token, and (C,) entropy of their softmax.
+
+    Callers must not use the gradient of the entropy, because it lacks the part of the expected logit.
+    """
     logsum_C = logits_CK.logsumexp(dim=-1)
+    # Entropy = logsumexp - E[logit].
     with torch.no_grad():
-        # Entropy = logsumexp - E[logit]. A logit of -inf must add 0, but 0 * -inf is NaN.
-        expected_C = (logits_CK - logsum_C[:, None]).exp_().mul_(logits_CK).nan_to_num_(nan=0.0).sum(dim=-1)
+        p_CK = (logits_CK - logsum_C[:, None]).exp_()
+        # A logit of -inf must add 0 to the sum, but its product 0 * -inf is NaN.
+        expected_C = p_CK.mul_(logits_CK).nan_to_num_(nan=0.0).sum(dim=-1)
     return logsum_C, logsum_C - expected_C
 
 
@@ -262,9 +282,9 @@ class _ChosenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """(N,) log-probabilities and (N,) entropies, as in `chosen_logprobs`."""
         device = hidden_NH.device.type
-        ctx.compute = weight_VH.dtype  # the dtype of the product of hidden states and weight
+        ctx.product_dtype = weight_VH.dtype  # the dtype of the product of hidden states and weight
         if torch.is_autocast_enabled(device):
-            ctx.compute = torch.get_autocast_dtype(device)
+            ctx.product_dtype = torch.get_autocast_dtype(device)
         N = len(ids_N)
         V, H = weight_VH.shape
         assert hidden_NH.shape == (N, H), (hidden_NH.shape, weight_VH.shape)
@@ -272,12 +292,13 @@ class _ChosenLogprobs(torch.autograd.Function):
         logprobs_N = hidden_NH.new_empty(N, dtype=torch.float32)
         entropy_N = torch.empty_like(logprobs_N)
         logsum_N = torch.empty_like(logprobs_N)
-        weight = weight_VH.to(ctx.compute)
+        weight = weight_VH.to(ctx.product_dtype)
         for chunk in _chunks(N, V):
-            logits_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
+            logits_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.product_dtype)
             chunk_masks = None if masks is None else masks.of_chunk(chunk)
             logsum_C, entropy_C = _logsum_and_entropy(logits_CV, chunk_masks)
-            logprobs_N[chunk] = logits_CV.gather(-1, ids_N[chunk, None]).squeeze(-1) - logsum_C
+            chosen_C = logits_CV.gather(-1, ids_N[chunk, None]).squeeze(-1)
+            logprobs_N[chunk] = chosen_C - logsum_C
             entropy_N[chunk] = entropy_C
             logsum_N[chunk] = logsum_C
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, ids_N, temperature_N, logsum_N)
@@ -286,37 +307,38 @@ class _ChosenLogprobs(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, gradient_N: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient_N: Tensor, _entropy_gradient_N: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of hidden, weight and bias, if they are needed, and None for the other inputs of `forward`.
 
-        `gradient_N`: the gradient of the loss with respect to the log-probabilities.
+        `gradient_N`: the gradient of the loss with respect to the log-probabilities. The gradient with respect to the
+        entropies is not used.
         """
         hidden_NH, weight_VH, bias_V, ids_N, temperature_N, logsum_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         hidden_grad_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
         bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
-        weight = weight_VH.to(ctx.compute)
+        weight = weight_VH.to(ctx.product_dtype)
         for chunk in _chunks(len(ids_N), weight_VH.shape[0]):
-            # `grad_CV` holds the logits at first. They become their gradient in place, to save memory.
-            grad_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.compute)
-            # d log p[id] / d logit = (onehot - p) / temperature, times the gradient of log p[id]. First -p, with
-            # p = exp(logit - logsum), then 0 for the logits outside the mask, then the onehot is added.
+            # The gradient of the loss with respect to the logits before their division by the temperature is
+            # (onehot(id) - p) * scale. It is computed in place, in the memory of the logits.
             scale_C1 = (gradient_N[chunk] / temperature_N[chunk])[:, None]
-            grad_CV = grad_CV.sub_(logsum_N[chunk, None]).exp_().mul_(-scale_C1)
-            if ctx.masks is not None:
+            grad_CV = _logits(hidden_NH[chunk], weight, bias_V, temperature_N[chunk], ctx.product_dtype)
+            grad_CV.sub_(logsum_N[chunk, None]).exp_()  # p, the probability of each token of the vocabulary
+            grad_CV.mul_(-scale_C1)
+            if ctx.masks is not None:  # p is 0 outside the sampling mask
                 grad_CV = ctx.masks.of_chunk(chunk).within(grad_CV)
-            grad_CV.scatter_add_(-1, ids_N[chunk, None], scale_C1)
+            grad_CV.scatter_add_(-1, ids_N[chunk, None], scale_C1)  # adds onehot(id) * scale
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(dim=0)
-            grad_CV = grad_CV.to(ctx.compute)
+            grad_CV = grad_CV.to(ctx.product_dtype)
             if hidden_grad_NH is not None:
                 hidden_grad_NH[chunk] = (grad_CV @ weight).to(hidden_NH.dtype)
             if weight_grad_VH is not None:
-                if ctx.compute == torch.float32:  # addmm_ takes one dtype only, and the sum is in float32
-                    weight_grad_VH.addmm_(grad_CV.T, hidden_NH[chunk].to(ctx.compute))
+                if ctx.product_dtype == torch.float32:  # addmm_ takes one dtype only, and the sum is in float32
+                    weight_grad_VH.addmm_(grad_CV.T, hidden_NH[chunk].to(ctx.product_dtype))
                 else:
-                    weight_grad_VH += grad_CV.T @ hidden_NH[chunk].to(ctx.compute)
+                    weight_grad_VH += grad_CV.T @ hidden_NH[chunk].to(ctx.product_dtype)
         if weight_grad_VH is not None:
             weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
         if bias_grad_V is not None:
@@ -325,7 +347,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _chunks(N: int, V: int) -> list[slice]:
-    """The N tokens in chunks of about the same size, with at most CHUNK_LOGITS logits in each chunk, or one token."""
+    """Divides N tokens into chunks of about the same size. A chunk has at most CHUNK_LOGITS logits, or is one token."""
     size = max(CHUNK_LOGITS // V, 1)
     count = math.ceil(N / size)
     chunks = [slice(N * i // count, N * (i + 1) // count) for i in range(count)]
@@ -334,10 +356,13 @@ def _chunks(N: int, V: int) -> list[slice]:
 
 
 def _logits(
-    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor, compute: torch.dtype
+    hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor, product_dtype: torch.dtype
 ) -> Tensor:
-    """(C, V) logits divided by the temperature, in float32; the product is computed in the dtype `compute`."""
-    logits_CV = hidden_CH.to(compute) @ weight_VH.T
+    """(C, V) logits divided by the temperature, in float32.
+
+    `product_dtype`: the dtype in which the product of hidden states and weight is computed; `weight_VH` has it already.
+    """
+    logits_CV = hidden_CH.to(product_dtype) @ weight_VH.T
     if bias_V is not None:
-        logits_CV += bias_V.to(compute)
+        logits_CV += bias_V.to(product_dtype)
     return logits_CV.float().div_(temperature_C[:, None])

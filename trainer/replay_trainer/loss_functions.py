@@ -30,7 +30,8 @@ Metric = Tensor | float
 LossFunction = Callable[["LossInputs"], tuple[Tensor, Mapping[str, Metric]]]
 F = TypeVar("F", bound=LossFunction)
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
-"""The built-in losses whose way to sum and divide a loss function may choose."""
+"""The built-in losses that a loss function can name. The losses of its tokens are then summed and divided as those of
+the named loss."""
 
 _ATTRIBUTE = "replay_loss"
 """The attribute of a decorated function that holds its LossTraits."""
@@ -59,18 +60,19 @@ class LossInputs:
     """True for the tokens of `mask_BT` that the correction accepts. The trainer leaves all other tokens out of the
     sum."""
     normalizer: float
-    """The tokens or rollouts of the whole step, over all micro-batches and ranks, that the sum is divided by."""
+    """The number by which the trainer divides the sum of the losses: the tokens or rollouts of the whole step, over all
+    micro-batches and ranks."""
     config: LossConfig
     """The constants: `epsilon`, `clip_high`, `max_completion_length`."""
 
     @cached_property
     def log_ratio_BT(self) -> Tensor:
-        """log θ - log old, between -20 and 20 as in the losses of the trainer."""
+        """`logprobs_BT` - `old_logprobs_BT`, clamped to ±20 nats as in the losses of the trainer."""
         return (self.logprobs_BT - self.old_logprobs_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     @cached_property
     def ratio_BT(self) -> Tensor:
-        """θ / old."""
+        """The importance ratio of each token: the exponential of `log_ratio_BT`."""
         return self.log_ratio_BT.exp()
 
 
@@ -79,16 +81,16 @@ class LossTraits:
     """The properties of a loss that the trainer must know."""
 
     aggregate_like: str
-    """The built-in loss that is summed and divided in the same way: see the table of `replay_trainer.losses`."""
+    """The built-in loss that is summed and divided in the same way (see the table of `replay_trainer.losses`)."""
     reads_whole_rollouts: bool
     """True if the loss of a token depends on other tokens of its rollout. If a micro-batch has only some sequences of a
     rollout, such a loss needs one more forward pass."""
 
 
 def loss_function(*, aggregate_like: Aggregation = "dapo", reads_whole_rollouts: bool = True) -> Callable[[F], F]:
-    """Decorates a loss function. A function without this decorator has the default values of the parameters.
+    """Decorates a loss function. A function without this decorator is treated as if it had the default values.
 
-    aggregate_like: the built-in loss by which the losses of the tokens become one number. "dapo" divides the sum over
+    aggregate_like: the losses of the tokens become one number as with this built-in loss. "dapo" divides the sum over
     all tokens by their number, "grpo" takes the mean of the rollouts' means, and "dr_grpo" divides the sum over all
     tokens by the number of rollouts times max_completion_length.
     reads_whole_rollouts: False promises that the loss of a token depends on no other token. This saves a forward pass
@@ -109,19 +111,23 @@ def loss_function(*, aggregate_like: Aggregation = "dapo", reads_whole_rollouts:
 def traits_of(loss_type: str) -> LossTraits:
     """The traits of a built-in loss, or of a function of the user. Raises ValueError as `load_loss` does."""
     if loss_type in BUILT_IN_LOSSES:
-        return LossTraits(aggregate_like=loss_type, reads_whole_rollouts=loss_type == "gspo")
-    traits: LossTraits = getattr(load_loss(loss_type), _ATTRIBUTE, LossTraits("dapo", reads_whole_rollouts=True))
+        is_gspo = loss_type == "gspo"  # the only built-in loss with one ratio for all tokens of a rollout
+        return LossTraits(aggregate_like=loss_type, reads_whole_rollouts=is_gspo)
+    function = load_loss(loss_type)
+    default = LossTraits(aggregate_like="dapo", reads_whole_rollouts=True)
+    traits: LossTraits = getattr(function, _ATTRIBUTE, default)
     return traits
 
 
 @lru_cache
 def load_loss(loss_type: str) -> LossFunction:
     """The function that "package.module:function" names. Raises ValueError if there is none."""
-    return load_function("loss_type", loss_type, {})
+    return load_function("loss_type", loss_type, built_in={})
 
 
 def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The (B, T) losses of the tokens and the metrics that the user's function returns, after checks.
+    """Calls the user's function, and checks its result. Returns the (B, T) losses of the tokens, and each metric as
+    (B, T) values.
 
     Raises ValueError, which names the function, if the function raises an exception or returns a result that cannot be
     trained on.
@@ -129,20 +135,19 @@ def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, 
     try:
         result = load_loss(loss_type)(inputs)
     except Exception as error:
-        # `raised_in`: the file and line of the user's function. `skip`: this frame is not the user's.
-        what = f"{type(error).__name__}: {error}{raised_in(error, skip=1)}"
-        raise ValueError(f"the loss function {loss_type!r} raised {what}") from error
+        place = raised_in(error, skip=1)  # the file and line in the user's code; skips the frame of `token_losses`
+        raise ValueError(f"the loss function {loss_type!r} raised {type(error).__name__}: {error}{place}") from error
     if not (isinstance(result, tuple) and len(result) == 2):
         raise ValueError(
             f"the loss function {loss_type!r} must return the losses of the tokens and a dict of metrics, "
-            f"not {_shown(result)}"
+            f"not {_type_or_shape(result)}"
         )
     loss_BT, metrics = result
     shape = tuple(inputs.mask_BT.shape)
     if not (isinstance(loss_BT, Tensor) and tuple(loss_BT.shape) == shape):
         raise ValueError(
             f"the loss function {loss_type!r} must return one loss for each token, a tensor of shape {shape}, "
-            f"not {_shown(loss_BT)}"
+            f"not {_type_or_shape(loss_BT)}"
         )
     # A caller that only wants the value of the loss passes log-probabilities without a gradient.
     if inputs.logprobs_BT.requires_grad and not loss_BT.requires_grad:
@@ -151,16 +156,20 @@ def token_losses(inputs: LossInputs, loss_type: str) -> tuple[Tensor, dict[str, 
             f"without detach() or no_grad()"
         )
     if not isinstance(metrics, Mapping):
-        raise ValueError(f"the loss function {loss_type!r} must return its metrics as a dict, not {_shown(metrics)}")
-    return loss_BT, {str(name): _of_tokens(name, value, inputs, loss_type) for name, value in metrics.items()}
+        raise ValueError(
+            f"the loss function {loss_type!r} must return its metrics as a dict, not {_type_or_shape(metrics)}"
+        )
+    return loss_BT, {str(name): _metric_by_token(name, value, inputs, loss_type) for name, value in metrics.items()}
 
 
 def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
     """Calls the user's function once with two made-up rollouts, so that a mistake ends a run before its first step.
 
-    device: the device of the tensors. Pass the device of the training, because the function may have tensors of its own
-    there. Does nothing for a built-in loss. Raises ValueError as `token_losses` does, for losses or gradients that are
-    not finite, and for a gradient that is 0.
+    Does nothing for a built-in loss. device: the device of the rollouts. Pass the device of the training, because the
+    function may have tensors of its own there.
+
+    Raises ValueError as `token_losses` does. Also raises it if a loss or the gradient is not finite, if the gradient is
+    0 everywhere, and if the function aggregates like dr_grpo without max_completion_length.
     """
     if config.loss_type in BUILT_IN_LOSSES:
         return
@@ -170,9 +179,9 @@ def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
     # policy.
     mask_BT = torch.tensor([[True, True, True], [True, True, False]], device=device)
     old_BT = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -3.0, 0.0]], device=device)
-    differences_T = torch.tensor([0.0, 0.1, -0.4], device=device)
+    log_ratios_T = torch.tensor([0.0, 0.1, -0.4], device=device)
     advantages_B1 = torch.tensor([[1.0], [-1.0]], device=device)
-    logprobs_BT = torch.where(mask_BT, old_BT + differences_T, 0.0).requires_grad_()
+    logprobs_BT = torch.where(mask_BT, old_BT + log_ratios_T, 0.0).requires_grad_()
     inputs = LossInputs(
         logprobs_BT=logprobs_BT,
         old_logprobs_BT=old_BT,
@@ -180,7 +189,7 @@ def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
         mask_BT=mask_BT,
         weights_BT=mask_BT.float(),
         correction_mask_BT=mask_BT,
-        normalizer=5.0,  # the tokens of the mask
+        normalizer=5.0,  # the number of tokens in the mask
         config=config,
     )
     loss_BT, _ = token_losses(inputs, config.loss_type)
@@ -205,8 +214,8 @@ def check_loss(config: LossConfig, device: torch.device | str = "cpu") -> None:
         )
 
 
-def _of_tokens(name: object, value: object, inputs: LossInputs, loss_type: str) -> Tensor:
-    """(B, T) values of a metric of the user's function, which may return one number, or one number for each token."""
+def _metric_by_token(name: object, value: object, inputs: LossInputs, loss_type: str) -> Tensor:
+    """A metric of the user's function as (B, T) values. The function may return one number, or one for each token."""
     shape = inputs.mask_BT.shape
     if isinstance(value, Tensor) and value.shape == shape:
         return value.detach().float()
@@ -216,12 +225,12 @@ def _of_tokens(name: object, value: object, inputs: LossInputs, loss_type: str) 
         return torch.full(shape, float(value), device=inputs.mask_BT.device)
     raise ValueError(
         f"the metric {name!r} of the loss function {loss_type!r} must be a number or a tensor of shape {tuple(shape)}, "
-        f"not {_shown(value)}"
+        f"not {_type_or_shape(value)}"
     )
 
 
-def _shown(value: Any) -> str:
-    """A value in an error: its type, or the shape of a tensor."""
+def _type_or_shape(value: Any) -> str:
+    """Describes a value in an error: by its type, or by its shape if it is a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"

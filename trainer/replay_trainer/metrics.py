@@ -45,7 +45,7 @@ class GroupFacts:
     truncated: int
     """Rollouts that the length limit ended."""
     staleness: int
-    """Policy versions that the group lagged when it was drawn."""
+    """Policy versions by which the group lagged behind when it was drawn."""
     age: float
     """Seconds from the insert of the group to its draw."""
     times_sampled: int
@@ -74,20 +74,21 @@ class GroupFacts:
 def describe_groups(groups: Sequence[GroupFacts]) -> dict[str, float]:
     """Metrics of a batch of groups. Without groups, all but `groups` are NaN."""
     lengths = [length for group in groups for length in group.lengths]
+    truncated = sum(group.truncated for group in groups)
     return {
         "groups": len(groups),
         "reward_mean": _reward_mean(groups),
         "reward_std": mean([_spread(group.rewards) for group in groups]),
         "zero_variance_fraction": mean([float(not group.carries_gradient) for group in groups]),
         **mean_and_max("completion_length", lengths),
-        "truncated_fraction": sum(group.truncated for group in groups) / len(lengths) if lengths else math.nan,
+        "truncated_fraction": truncated / len(lengths) if lengths else math.nan,
         **mean_and_max("staleness", [group.staleness for group in groups]),
         "age_mean": mean([group.age for group in groups]),
     }
 
 
 def describe_replayed(groups: Sequence[GroupFacts]) -> dict[str, float]:
-    """Metrics of the groups from the pool; NaN if there are none."""
+    """Metrics of the groups that were drawn from the pool. Without such groups, all are NaN."""
     return {
         **mean_and_max("age", [group.age for group in groups]),
         **mean_and_max("staleness", [group.staleness for group in groups]),
@@ -104,16 +105,16 @@ def _reward_mean(groups: Sequence[GroupFacts]) -> float:
 def group_drifts(batch: Batch, logprobs_BT: Tensor) -> list[float]:
     """The distance of the policy from each group of the batch: |mean over the group's tokens of log(π/b)|, in nats.
 
-    π is the current policy, and b is the policy that wrote the tokens. `logprobs_BT`: log π. The distance is 0 if log b
-    is unknown for all tokens of the group.
+    π is the current policy, and b is the policy that wrote the tokens. `logprobs_BT`: log π. Tokens whose log b is
+    unknown are left out. The distance of a group without other tokens is 0.
     """
     known_BT = batch.mask_BT & ~batch.rollout_logprobs_BT.isnan()
     difference_BT = torch.where(known_BT, logprobs_BT - batch.rollout_logprobs_BT, 0.0)
     sum_B = difference_BT.sum(dim=1).cpu().numpy()
     tokens_B = known_BT.sum(dim=1).cpu().numpy()
-    groups = len(batch.prompt_lengths_U)
-    sum_U = np.bincount(batch.group_B, weights=sum_B, minlength=groups)
-    tokens_U = np.bincount(batch.group_B, weights=tokens_B, minlength=groups)
+    num_groups = len(batch.prompt_lengths_U)
+    sum_U = np.bincount(batch.group_B, weights=sum_B, minlength=num_groups)
+    tokens_U = np.bincount(batch.group_B, weights=tokens_B, minlength=num_groups)
     drifts: list[float] = np.abs(sum_U / np.maximum(tokens_U, 1)).tolist()
     return drifts
 
@@ -137,18 +138,18 @@ class StepTimers:
     """Seconds spent in each part of a step, by name."""
 
     def __init__(self) -> None:
-        self._last = time.perf_counter()
-        """The time of the last call of `lap`."""
+        self._lapped_at = time.perf_counter()
+        """The time of the last call of `lap`, or of the construction."""
         self._seconds: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Counts the time since the last call of `lap` as time of the part `name`."""
+        """Counts the time since the last call of `lap`, or since the construction, as time of the part `name`."""
         now = time.perf_counter()
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
-        self._last = now
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._lapped_at
+        self._lapped_at = now
 
     def collect(self) -> dict[str, float]:
-        """Returns the seconds of all timers, and their sum as "step". Sets all timers to zero."""
+        """Returns the seconds of all parts, and their sum as "step". Sets the seconds of all parts to zero."""
         seconds = self._seconds
         self._seconds = {}
         return {**seconds, "step": sum(seconds.values())}
@@ -188,7 +189,7 @@ class LengthRatio:
             self._totals.append((Lengths(), Lengths()))
 
     def add(self, trained: Sequence[int], generated: Lengths | None) -> float:
-        """The ratio after a step that trained on completions of these lengths.
+        """Counts a step that trained on completions of the lengths `trained`. Returns the ratio after this step.
 
         `generated`: the total that the server has counted; None: the server did not answer. Returns NaN if the ratio is
         not known.
@@ -201,7 +202,7 @@ class LengthRatio:
             if generated.completions < last_generated.completions:
                 self._totals.clear()  # the server has begun to count anew
         self._totals.append((self._trained, generated))
-        # The oldest totals, before the steps that the ratio covers.
+        # The oldest totals are those before the first step that the ratio covers.
         first_trained, first_generated = self._totals[0]
         trained_mean = (self._trained - first_trained).mean
         generated_mean = (generated - first_generated).mean  # NaN without completions, 0 if all are empty
@@ -209,14 +210,15 @@ class LengthRatio:
 
 
 class Alarms:
-    """Remembers which alarms were triggered."""
+    """Warns of each unhealthy metric once."""
 
     def __init__(self) -> None:
         self._triggered: set[str] = set()
+        """The names of the metrics that a warning was given for."""
 
     def check(self, metrics: Mapping[str, float]) -> list[str]:
-        """Logs and returns the warnings that these metrics of `correct` trigger for the first time. NaN triggers no
-        warning."""
+        """Logs and returns a warning for each of these metrics of `correct` that is unhealthy for the first time. A
+        metric that is NaN causes no warning."""
         warnings = []
         # `watched` yields the metrics that have a healthy range.
         for full_name, healthy, remedy in watched(CORRECTION):
@@ -224,14 +226,16 @@ class Alarms:
             value = metrics.get(name, math.nan)
             if name not in self._triggered and healthy.excludes(value):
                 self._triggered.add(name)
-                warnings.append(
+                warning = (
                     f"{full_name} is {value:.3g}, safe is {healthy.least:g} to {healthy.most:g}: {remedy} (said once)"
                 )
-                logger.warning("%s", warnings[-1])
+                warnings.append(warning)
+                logger.warning("%s", warning)
         return warnings
 
 
 Line = Mapping[str, Any]
+"""One line of a metrics.jsonl: the metrics of a step by name."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -243,7 +247,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def summary(lines: Sequence[Line]) -> Iterator[str]:
     """Yields the lines of a summary of a run. `lines`: the lines of its metrics.jsonl, at least one."""
-    # The number of steps that count as the beginning of the run, and as its end: a quarter of them, from 1 to 10.
+    # The number of first steps, and of last steps, that the summary compares: a quarter of all steps, from 1 to 10.
     edge = max(1, min(10, len(lines) // 4))
     seconds = sum(line["time/step"] for line in lines)
     yield (
@@ -252,8 +256,8 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
     )
     evaluated = [line for line in lines if line.get("eval/reward_mean") is not None]
     if evaluated:
-        shown = evaluated[:1]  # the first evaluation, and the last one if that is another
-        if len(evaluated) > 1:
+        shown = evaluated[:1]
+        if len(evaluated) > 1:  # the last evaluation is another than the first
             shown.append(evaluated[-1])
         rewards = ", ".join(f"{line['eval/reward_mean']:.3f} at step {line['step']}" for line in shown)
         yield f"evaluation reward   {rewards}"
@@ -270,20 +274,19 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
         f"{_versions('replay/staleness_mean', lines)} (replayed groups)"
     )
     clipped = _mean_of("correction/clipped_fraction", lines)
-    yield (
-        f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, "
-        f"{'weights off' if math.isnan(clipped) else f'{clipped:.2%} of the tokens at a bound of the weights'}"
-    )
-    yield (
-        f"speed               {sum(line['train/tokens'] for line in lines) / seconds:.0f} tokens/s trained, "
-        f"{seconds / len(lines):.2f} s a step"
-    )
+    if math.isnan(clipped):
+        weights = "weights off"
+    else:
+        weights = f"{clipped:.2%} of the tokens at a bound of the weights"
+    yield f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, {weights}"
+    tokens = sum(line["train/tokens"] for line in lines)
+    yield f"speed               {tokens / seconds:.0f} tokens/s trained, {seconds / len(lines):.2f} s a step"
 
 
 def _versions(name: str, lines: Sequence[Line]) -> str:
-    """The mean of a staleness, in words; "nothing" if no line has it."""
-    mean = _mean_of(name, lines)
-    return "nothing" if math.isnan(mean) else f"{mean:.2f} versions"
+    """The mean of the staleness `name`, such as "1.50 versions"; "nothing" if no line has this metric."""
+    staleness = _mean_of(name, lines)
+    return "nothing" if math.isnan(staleness) else f"{staleness:.2f} versions"
 
 
 def _mean_of(name: str, lines: Sequence[Line]) -> float:
@@ -292,5 +295,5 @@ def _mean_of(name: str, lines: Sequence[Line]) -> float:
 
 
 def _steps(count: int) -> str:
-    """The end of "in the first …": "step" for one step, else such as "10 steps"."""
+    """The words after "in the first": "step" for one step, otherwise for example "10 steps"."""
     return "step" if count == 1 else counted(count, "step")

@@ -3,9 +3,9 @@
 * A signal handler, a callback or another thread of any rank asks for the stop. This only sets a flag.
 * All ranks agree on the stop in the exchange of `Publication.check`, between steps and before a version is published.
   So all ranks end after the same step.
-* A rank that waits for groups checks every second (`replay_client.waits.looking`) whether any rank was asked. If a stop
-  ends the wait of one rank, the step of all ranks ends: after the wait, and before any rank uses its groups, each rank
-  tells the others whether a stop ended its wait.
+* A rank that waits for groups checks every second (`replay_client.waits.looking`) whether any rank was asked. After its
+  wait, and before it uses its groups, each rank tells the others whether a stop ended its wait. So if a stop ended the
+  wait of one rank, all ranks end the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 class Stopped(BaseException):
-    """`stop` was called: no further step begins, and a step that waits for its groups is given up, on every rank."""
+    """Raised on every rank after a rank was asked to stop: no further step begins, and a step that waits for its groups
+    is given up."""
 
 
 class Stopping:
@@ -35,17 +36,18 @@ class Stopping:
         self._asked = False
         """True once this rank was asked to stop, or knows that another rank was."""
         self._flag = RankFlag(ranks)
+        """Set once a rank has told the others that it was asked to stop."""
 
     def ask(self) -> None:
         """Asks all ranks to stop. Any thread of any rank may call it."""
         self._asked = True
-        # On the main thread, the caller may be a signal handler, which has no time to tell the other ranks. The next
-        # call of `is_asked` tells them.
+        # On the main thread, the caller may be a signal handler, which has no time to tell the other ranks. In that
+        # case, the next call of `is_asked` tells them.
         if threading.current_thread() is not threading.main_thread():
             self._flag.set()
 
     def is_asked(self) -> bool:
-        """True if any rank was asked to stop. Tells the other ranks if this rank was asked."""
+        """True if any rank was asked to stop. If this rank was asked, also tells the other ranks."""
         if self._asked:
             self._flag.set()
         else:
@@ -58,27 +60,31 @@ class Stopping:
             raise Stopped
 
     def agree(self, asked: bool) -> None:
-        """Notes the result of an exchange between all ranks. `asked`: True if any rank was asked; the same value on all
-        ranks."""
+        """Notes the result of an exchange between all ranks. `asked`: True if any rank was asked to stop. All ranks
+        call this method with the same value."""
         if asked:
             self._asked = True
             self.agreed = True
 
     def together(self, action: Callable[[], T]) -> T:
-        """The result of an action that every rank takes. Raises Stopped on every rank if the action did on one."""
-        results: list[T] = []  # stays empty if a stop ends the action on this rank
+        """Takes an action that every rank takes, and returns its result on this rank. If the action raises Stopped on
+        one rank, raises Stopped on every rank."""
+        results: list[T] = []  # the result of the action; empty: a stop ended the action on this rank
         with suppress(Stopped):
             results.append(action())
-        self.is_asked()  # tells the other ranks, which may still wait
-        if any(self._ranks.all(not results)):
-            self.agree(True)
+        # The other ranks may still wait. If this rank was asked to stop, the call tells them, and so ends their waits.
+        self.is_asked()
+        was_stopped = not results
+        if any(self._ranks.all(was_stopped)):
+            self.agree(asked=True)
             raise Stopped
         return results[0]
 
     def wait(self, call: Callable[[], T]) -> T:
-        """Like `together`, for a call of a client that may wait. A stop ends the wait."""
+        """Like `together`, for a call of a ReplayClient that may wait. A stop of any rank ends the wait."""
 
         def watched() -> T:
+            """The result of the call. Raises Stopped if a stop ends the call."""
             with looking(self.look):
                 return call()
 

@@ -38,13 +38,15 @@ class Suppliers:
         found that groups may come, or the server did not answer."""
 
     def check(self) -> str:
-        """The reason why no groups will come; "" if groups may come, or if the server does not answer.
+        """Asks the server whether groups may come. Returns the reason why none will come; "": groups may come, or the
+        server does not answer.
 
-        Raises DeadlineExceededError if all checks of the last `seconds` seconds found that no groups will come.
+        Raises DeadlineExceededError if all checks of the last DESERTED_SECONDS, or of the last `seconds` that were
+        given to the constructor, found that no groups will come.
         """
         try:
             info = self._client.server_info(timeout=_ANSWER_SECONDS)
-        except ReplayError:  # nobody knows now if groups may come, so the time begins anew
+        except ReplayError:  # groups may come, as far as is known, so the time begins anew with the next check
             self._since = None
             return ""
         why = why_deserted(info)
@@ -67,26 +69,26 @@ def why_deserted(info: ServerInfo) -> str:
     suppliers = [client for client in info.clients if _is_supplier(client)]
     if not suppliers or not all(client.ended for client in suppliers):
         return ""
-    # The names of the tables with items of which groups may still be made.
+    # The names of the tables from whose items groups may still be made.
     sources = set(info.admission.permit_tables) if info.admission is not None else set()
     for client in suppliers:
         source = read_described(client.settings).get("source_table")  # only a stage names this table
         if isinstance(source, str):
             sources.add(source)
-    # A table that the server does not have holds no items. Reserved items are leased: they may return.
-    for name in sources & info.tables.keys():
+    for name in sources & info.tables.keys():  # a table that the server does not have holds no items
         table = info.tables[name]
-        if table.size + table.reserved > 0:
+        items = table.size + table.reserved  # reserved items are leased, and may return to the table
+        if items > 0:
             return ""
     names = ", ".join(client.name for client in suppliers)
     return f"every generator and scorer that was connected has left ({names}), and nothing is to come"
 
 
 def _is_supplier(client: ClientInfo) -> bool:
-    """True if a client inserts groups, or adds columns to them.
+    """True if a client inserts groups, or adds columns to groups.
 
-    The programs of this project name their part in the settings that they send to the server. Another program is
-    recognised by its role, which the server infers from its calls.
+    The programs of this project name their part in the settings that they send to the server. Any other program is
+    recognised by its role, which the server infers from the calls of the program.
     """
     part = read_described(client.settings).get("part")
     if part is not None:

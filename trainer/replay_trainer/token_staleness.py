@@ -2,8 +2,9 @@
 
 A rollout that an engine continued with new weights has tokens of several policy versions. A token is stale if the
 version that wrote it is older than the oldest version that counts. A stale token is masked like a token of a truncated
-rollout: nothing trains on it, and no denominator that counts tokens counts it. Axis: T tokens of all sequences of a
-group.
+rollout: nothing trains on it, and no denominator that counts tokens counts it.
+
+The axis T has the tokens of all sequences of a group.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ import numpy.typing as npt
 from replay_client.rollout import RolloutGroup
 
 VERSIONS = "policy_versions"
-"""The column of extras with the policy version of each token. Generators write it for groups of several versions."""
+"""The column of a group's extras with the policy version of each token. Generators write this column if a group has
+tokens of several versions."""
 
 
 def token_versions(group: RolloutGroup) -> npt.NDArray[np.int64]:
-    """(T,) the policy version of each token. A token has the policy version of the group if the group has no column of
-    versions, or if the version of the token in this column is negative.
+    """(T,) the policy version of each token, from the column VERSIONS.
 
-    Raises ValueError for a column that does not have one whole number for each token.
+    If the group does not have this column, all tokens have the policy version of the group. So have tokens whose
+    version in the column is negative. Raises ValueError for a column that does not have one whole number for each
+    token.
     """
     values = group.extras.get(VERSIONS)
     if values is None:
         return np.full(group.num_tokens, group.policy_version, np.int64)
     axis = group.axes.get(VERSIONS)
-    # The kinds "i" and "u" are the integers, with and without a sign.
-    if axis != "token" or values.shape != (group.num_tokens,) or values.dtype.kind not in "iu":
+    is_integer = values.dtype.kind in "iu"  # the kinds of integers with a sign and without
+    if axis != "token" or values.shape != (group.num_tokens,) or not is_integer:
         raise ValueError(
             f"its column {VERSIONS!r} has the shape {values.shape}, the dtype {values.dtype} and the axis {axis!r}: "
             f"max_token_staleness needs one whole number for each of the {group.num_tokens} tokens of completion_ids, "
@@ -42,8 +45,8 @@ def token_versions(group: RolloutGroup) -> npt.NDArray[np.int64]:
 
 
 def without_stale_tokens(group: RolloutGroup, oldest_version: int | None) -> RolloutGroup:
-    """The group with a `loss_mask` that leaves out the tokens of versions before `oldest_version`. None: all tokens
-    count.
+    """The group with a `loss_mask` that leaves out the tokens of versions before `oldest_version`. `oldest_version`
+    None: all tokens count.
 
     Returns the group itself if none of its trained tokens is stale. Raises ValueError as `token_versions` does.
     """
@@ -57,15 +60,15 @@ def without_stale_tokens(group: RolloutGroup, oldest_version: int | None) -> Rol
 
 
 def is_stale(group: RolloutGroup, oldest_version: int | None) -> bool:
-    """True if the group has tokens to train on, and each of them is stale."""
+    """True if the group has tokens to train on, and all of these tokens are stale."""
     if not group.trained_mask.any():
         return False
     return not without_stale_tokens(group, oldest_version).trained_mask.any()
 
 
 def count_stale(groups: Iterable[RolloutGroup], oldest_version: int | None) -> tuple[int, int]:
-    """(tokens, rollouts): the number of stale tokens that are left out, and the number of rollouts whose tokens are
-    all left out because of that."""
+    """(tokens, rollouts): the number of tokens that are left out because they are stale, and the number of rollouts
+    that have no token to train on for this reason."""
     tokens = 0
     rollouts = 0
     for group in groups:

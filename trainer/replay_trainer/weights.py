@@ -11,8 +11,8 @@
                                trainer, and is complete
 
 * A folder gets its name when it is complete. A folder with a training checkpoint is flushed to the disk before that.
-* Only two kinds of files are removed: files that a manifest names, and files that a trainer left behind that was killed
-  while it added a training checkpoint.
+* Only two kinds of files are removed: files that a manifest names, and files that a trainer left behind when it was
+  killed while it added a training checkpoint.
 * A resume skips a training checkpoint in which a file is missing or has another size, and refuses a training checkpoint
   in which a file has other bytes than were written.
 """
@@ -43,9 +43,10 @@ from replay_trainer.ranks import gather_full
 
 @contextmanager
 def writing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Replaces an OSError that names no file by an OSError that names `path` and the free space.
+    """Surrounds a block that writes to `path`. If the block raises an OSError that names no file, replaces this error
+    by an OSError that names `path` and the free space.
 
-    `kinds`: further errors that the block raises if it cannot write; they are replaced too.
+    `kinds`: further errors that the block raises if it cannot write. They are replaced, too.
     """
     caught: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
@@ -53,14 +54,14 @@ def writing(path: Path, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
             raise  # the error names its file, or does not come from the operating system
-        # The nearest folder above the path that exists is on the same disk.
-        there = next(folder for folder in path.absolute().parents if folder.exists())
-        free = shutil.disk_usage(there).free / 2**20
-        raise OSError(f"{path} cannot be written ({free:.0f} MiB are free there): {error}") from error
+        # `path` itself may not exist. The nearest folder above it that exists is on the same disk.
+        nearest_folder = next(folder for folder in path.absolute().parents if folder.exists())
+        free_mib = shutil.disk_usage(nearest_folder).free / 2**20
+        raise OSError(f"{path} cannot be written ({free_mib:.0f} MiB are free there): {error}") from error
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes or replaces a small file at once: a reader finds the old text or the new text, and never a part."""
+    """Writes or replaces a small file atomically: a reader finds the old text or the new text, and never a part."""
     unfinished = path.with_name(path.name + ".tmp")
     with writing(unfinished):
         unfinished.write_text(text)
@@ -68,12 +69,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 PROBE_LENGTH = 16
-"""Tokens in the probe sequence."""
+"""The number of tokens in the probe sequence."""
 RANKS_FOLDER = "optimizer"
-"""The subfolder with the optimizer state of ranks. These safetensors files must not be beside the config, because
-engines would load them as weights."""
-_FOLDER = re.compile(r"step-(\d+)")
+"""The subfolder with the optimizer state of ranks. Its safetensors files must not be beside the config, because engines
+would load them as weights."""
+_FOLDER_NAME = re.compile(r"step-(\d+)")
+"""The name of a published folder, with its version."""
 _STATE = "trainer.pt"
+"""The file with optimizer and random state. It makes a published folder a training checkpoint."""
 _UNFINISHED = ".tmp"
 """The end of the name of a folder that is not complete."""
 
@@ -96,13 +99,15 @@ def publish_weights(
     """Writes `directory`/step-`version`, and returns its path. Keeps the newest `keep` folders, and removes older ones.
 
     `model` is a PreTrainedModel, or an object that saves a model: a WholeModel, an Adapter or a WithDelta. `tokenizer`
-    is the tokenizer of the model or None. `weights` is the state dict to save; None: the model's own at this moment.
-    Without a `probe`, generators cannot check the weights that they load, and warn. `facts`: facts about the model,
-    for the manifest; None: `model_facts` of model and tokenizer. `frequencies`: `frequency_facts`; None: the model has
-    no choice of frequencies. `state` makes the folder a training checkpoint; the newest training checkpoint is never
-    removed. `server_checkpoint`: the name of the server's checkpoint, for the manifest. `parts`: files of the training
-    checkpoint to move into the folder: name in the folder -> (path now, checksum). Raises FileExistsError if the folder
-    exists.
+    is the tokenizer of the model or None. `probe`: the content of probe.json; None: generators cannot check the weights
+    that they load, and warn. `weights` is the state dict to save; None: the model's own state dict at this moment.
+    `facts`: facts about the model, for the manifest; None: `model_facts` of model and tokenizer. `frequencies`: the
+    `frequency_facts`, for the manifest; None: the model leaves no choice of frequencies. `state`: the content of
+    trainer.pt, which makes the folder a training checkpoint; None: the folder is none. `server_checkpoint`: the name of
+    the server's checkpoint, for the manifest. `parts`: further files of the training checkpoint, which are moved into
+    the folder: name in the folder -> (path now, checksum).
+
+    The newest training checkpoint is never removed. Raises FileExistsError if the folder exists.
     """
     folder = directory.resolve() / f"step-{version}"
     if folder.exists():
@@ -110,9 +115,11 @@ def publish_weights(
     unfinished = folder.with_name(folder.name + _UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed run may have left it
     unfinished.mkdir(parents=True)
+    # A copy of the dict, because save_pretrained removes tensors from its argument.
+    state_dict = None if weights is None else dict(weights)
     with no_progress_bars():
-        # A copy of the dict, because save_pretrained removes tensors from its argument.
-        writer_of(model).save_pretrained(unfinished, state_dict=None if weights is None else dict(weights))
+        writer = writer_of(model)
+        writer.save_pretrained(unfinished, state_dict=state_dict)
     if tokenizer is not None:
         tokenizer.save_pretrained(unfinished)
     if probe is not None:
@@ -124,24 +131,30 @@ def publish_weights(
         (unfinished / name).parent.mkdir(exist_ok=True)
         path.rename(unfinished / name)
     files = sorted(path for path in unfinished.rglob("*") if path.is_file())
-    # Every file so far: name in the folder -> bytes. The manifest itself is written last, and not listed.
+    # Name in the folder -> bytes, for every file so far. The manifest does not list itself: it is written last.
     sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in files}
     if facts is None:
         facts = model_facts(getattr(model, "config", None), tokenizer)
     manifest = {"version": version, "model": dict(facts), "files": sizes, "server_checkpoint": server_checkpoint}
     if frequencies:
         manifest["frequencies"] = dict(frequencies)
-    manifest["checksums"] = {
-        name: parts[name][1] if name in parts else checksum_of(unfinished / name) for name in sizes
-    }
+    checksums: dict[str, str] = {}
+    for name in sizes:
+        if name in parts:
+            _, checksums[name] = parts[name]
+        else:
+            checksums[name] = checksum_of(unfinished / name)
+    manifest["checksums"] = checksums
     (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    if state is not None:  # a training checkpoint is on the disk before its folder gets its name
+    if state is not None:  # a training checkpoint is flushed to the disk before its folder gets its name
         for path in [*unfinished.rglob("*"), unfinished]:
             to_disk(path)
     unfinished.rename(folder)
     if state is not None:
-        to_disk(folder.parent)  # the new name of the folder
-    kept = {*published(directory)[-keep:], *saved(directory)[-1:]}
+        to_disk(folder.parent)  # flushes the new name of the folder
+    newest = published(directory)[-keep:]
+    newest_checkpoint = saved(directory)[-1:]
+    kept = {*newest, *newest_checkpoint}
     for old in published(directory):
         if old not in kept:
             remove(old)
@@ -156,8 +169,8 @@ def add_state(
 ) -> None:
     """Makes a published folder a training checkpoint. The arguments are those of `publish_weights`.
 
-    Other programs may read the folder meanwhile: existing files stay as they are, except the manifest. The manifest is
-    replaced last, and the new files do not count until then.
+    Other programs may read the folder while this function adds files to it. So existing files stay as they are, except
+    the manifest. The manifest is replaced last, and the new files do not count until then.
     """
     aside = folder.with_name(folder.name + _UNFINISHED)
     shutil.rmtree(aside, ignore_errors=True)  # a killed run may have left it
@@ -170,7 +183,7 @@ def add_state(
         manifest["checksums"][name] = checksum
         (folder / name).parent.mkdir(exist_ok=True)
         path.rename(folder / name)
-    # The files are on the disk before the manifest names them.
+    # The files are flushed to the disk before the manifest names them.
     for path in [*folder.rglob("*"), folder, folder.parent]:
         to_disk(path)
     (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -182,18 +195,20 @@ def add_state(
 
 def published(directory: Path) -> list[Path]:
     """The complete folders in `directory`, oldest version first, as absolute paths."""
-    folders = [path.parent for path in directory.resolve().glob(f"step-*/{MANIFEST}")]
-    return sorted((path for path in folders if _FOLDER.fullmatch(path.name)), key=version_of)
+    manifests = directory.resolve().glob(f"step-*/{MANIFEST}")
+    folders = [manifest.parent for manifest in manifests if _FOLDER_NAME.fullmatch(manifest.parent.name)]
+    return sorted(folders, key=version_of)
 
 
 def frequencies_of(folder: Path) -> dict[str, Any]:
-    """The `frequency_facts` in a published folder; empty: the model leaves no choice of frequencies."""
+    """The `frequency_facts` in the manifest of a published folder; empty: the model leaves no choice of frequencies."""
     found: dict[str, Any] = _manifest(folder).get("frequencies", {})
     return found
 
 
 def saved(directory: Path) -> list[Path]:
-    """The published folders that hold an undamaged training checkpoint."""
+    """The published folders with a training checkpoint in which no file is missing or has another size than the
+    manifest says, oldest version first."""
     folders = []
     for folder in published(directory):
         files = _files(folder)
@@ -203,17 +218,18 @@ def saved(directory: Path) -> list[Path]:
 
 
 def damaged(directory: Path) -> list[Path]:
-    """The published folders that lost a file or a part of one."""
+    """The published folders in which a file is missing or has another size than the manifest says."""
     return [folder for folder in published(directory) if not _are_there(folder, _files(folder))]
 
 
 def why_damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """The error for a damaged file of a training checkpoint, with the remedy; empty: no file is damaged.
+    """The message for a damaged file of a training checkpoint, with the remedy; empty: no file is damaged.
 
-    A file is damaged if its bytes are not the bytes that were written. Each rank reads all bytes of a share of the
-    files: every `ranks`-th file from file number `rank` on.
+    A file is damaged if its bytes are not the bytes that were written. To find out, all bytes must be read, so the
+    ranks share the files. `rank`, of `ranks`, checks every `ranks`-th file, from the file with the index `rank` on.
     """
-    for name, checksum in list(_manifest(folder)["checksums"].items())[rank::ranks]:
+    checksums = list(_manifest(folder)["checksums"].items())
+    for name, checksum in checksums[rank::ranks]:
         if checksum_of(folder / name) != checksum:
             return (
                 f"{folder / name} is damaged: its bytes are not what was written. Put a copy of that file in its "
@@ -223,55 +239,57 @@ def why_damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
 
 
 def version_of(folder: Path) -> int:
-    """The policy version of this folder, from its name."""
-    match = _FOLDER.fullmatch(folder.name)
+    """The policy version of a published folder, from its name. Raises ValueError if the name is not step-N."""
+    match = _FOLDER_NAME.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{folder} is no folder of published weights: its name must be step-N")
     return int(match[1])
 
 
 def load_weights(folder: Path, model: Any) -> dict[str, Any]:
-    """The state dict of a published folder, for a model like `model`."""
+    """Loads the state dict of a published folder, for a model of the class and dtype of `model`."""
     with no_progress_bars():
         saved_model = type(model).from_pretrained(
             folder,
             dtype=model.dtype,
             local_files_only=True,
-            generation_config=GenerationConfig(),  # not from the folder, whose file transformers may refuse
+            generation_config=GenerationConfig(),  # not that of the folder, which transformers may refuse
         )
     weights: dict[str, Any] = saved_model.state_dict()
     return weights
 
 
 def load_state(folder: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """The `state` of a training checkpoint. `mapped`: its tensors are read from the file only when they are used."""
-    # weights_only: tensors and plain containers, never code.
+    """Loads the `state` of a training checkpoint. `mapped`: a tensor is read from the file only when it is used."""
+    # `weights_only` lets the file hold tensors and plain containers, but no code.
     state: dict[str, Any] = torch.load(folder / _STATE, map_location="cpu", weights_only=True, mmap=mapped)
     return state
 
 
 def probe_tokens(model: Any, tokenizer: Any = None) -> list[int]:
-    """Random tokens, the same for every version of a model, without the special tokens of the tokenizer."""
+    """Random token ids, without the special tokens of the tokenizer. They are the same for every version of a model."""
     vocabulary = len(model.get_input_embeddings().weight)
+    special: set[int] = set()
     if tokenizer is not None:
         vocabulary = min(vocabulary, len(tokenizer))  # engines refuse ids that exist only to pad the embedding
-    special = set() if tokenizer is None else set(tokenizer.all_special_ids)
-    return random.Random(0).choices(sorted(set(range(vocabulary)) - special), k=PROBE_LENGTH)
+        special = set(tokenizer.all_special_ids)
+    usable = sorted(set(range(vocabulary)) - special)
+    return random.Random(0).choices(usable, k=PROBE_LENGTH)
 
 
 def remove(folder: Path) -> None:
-    """Removes the files of the manifest and the files that a killed `add_state` left. Removes the folder, too, if it is
-    empty then: files that somebody else has put there stay."""
+    """Removes the files of the manifest, and the files that a killed `add_state` left. If the folder is empty then, the
+    folder is removed, too. Files that somebody else has put into the folder stay."""
     shutil.rmtree(folder.with_name(folder.name + _UNFINISHED), ignore_errors=True)
     listed = [folder / name for name in _files(folder)]
     # `add_state` puts these files into the folder before the manifest lists them.
-    of_state = [folder / _STATE, *(folder / RANKS_FOLDER).glob("*")]
-    for path in [*listed, *of_state]:
+    state_files = [folder / _STATE, *(folder / RANKS_FOLDER).glob("*")]
+    for path in [*listed, *state_files]:
         path.unlink(missing_ok=True)
-    # The manifest is removed after all other files. If this process is killed before that, the folder still counts as
-    # published, and the next call finishes the removal.
+    # The manifest is removed after all other files. As long as it is there, the folder counts as published. So if this
+    # process is killed before it has removed the manifest, the next call finishes the removal.
     (folder / MANIFEST).unlink()
-    # In reverse order, a folder comes after the folders inside it.
+    # The reverse order puts each folder behind the folders inside it.
     subfolders = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
     for path in [*subfolders, folder]:
         if not any(path.iterdir()):
@@ -297,17 +315,21 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """The files of the manifest, relative to the folder, with their sizes in bytes."""
+    """The files that the manifest of a published folder lists: name in the folder -> size in bytes."""
     return dict(_manifest(folder)["files"])
 
 
 def _are_there(folder: Path, files: dict[str, int]) -> bool:
-    """True if each of `files` exists in the folder and has its size."""
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+    """True if each of `files` (name -> size in bytes) exists in the folder and has this size."""
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return False
+    return True
 
 
 def why_other_tensors(stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """The difference between stored tensors and those of a model in names or shapes; "": there is none."""
+    """The difference in names or shapes between stored tensors and the tensors of a model; "": there is none."""
     in_one_only = sorted(set(stored) ^ set(own))
     if in_one_only:
         return f"they differ in {len(in_one_only)} tensors, such as {in_one_only[0]!r}"
@@ -322,18 +344,19 @@ class WholeModel:
 
     This file is a copy of the file with which the model was loaded, byte for byte, because people deploy the last
     version. If there was no such file, or somebody has changed the model's generation_config in code, the file has the
-    settings of the model at the start of the run. transformers would write the file anew each time. But transformers
-    refuses to write settings that contradict each other, such as a temperature without do_sample, and many checkpoints
-    have such settings.
+    settings of the model at the start of the run.
+
+    transformers does not write this file here, because it refuses to write settings that contradict each other, such as
+    a temperature without do_sample. Many checkpoints have such settings.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        content = _generation_file_of(model)
+        content = _loaded_generation_file(model)
         self.has_file = content is not None
-        """True if the model was loaded from a generation_config.json, and its settings are still the same."""
-        self._generation_config = _described(model) if content is None else content
-        """The content of the file; None: the model cannot generate."""
+        """True if the model was loaded with a generation_config.json, and still has the settings of this file."""
+        self._generation_file = _own_generation_file(model) if content is None else content
+        """The content of generation_config.json; None: the model cannot generate."""
 
     @property
     def config(self) -> Any:
@@ -342,15 +365,16 @@ class WholeModel:
 
     def save_pretrained(self, folder: str | os.PathLike[str], state_dict: Mapping[str, Tensor] | None = None) -> None:
         """Writes weights to a folder, as PreTrainedModel.save_pretrained does."""
-        # transformers would refuse to write some settings. So it writes an empty generation_config here, and the file
-        # is replaced below. A shallow copy gets the empty one, because another thread may be using the model meanwhile.
+        # transformers refuses to write some settings. So it writes an empty generation_config here, and the file is
+        # replaced below. Only a shallow copy of the model gets the empty generation_config, because another thread may
+        # be using the model.
         writable = object.__new__(type(self._model))
         writable.__dict__.update(self._model.__dict__)
         writable.generation_config = GenerationConfig()
         writable.save_pretrained(folder, state_dict=state_dict)
         file = Path(folder) / GENERATION_CONFIG_NAME
-        if self._generation_config is not None:
-            file.write_bytes(self._generation_config)
+        if self._generation_file is not None:
+            file.write_bytes(self._generation_file)
         else:
             file.unlink(missing_ok=True)  # transformers may have written the empty generation_config
 
@@ -358,7 +382,7 @@ class WholeModel:
         """Lets `save_pretrained` write the generation_config.json of this published folder from now on, if the folder
         has this file."""
         with suppress(FileNotFoundError):
-            self._generation_config = (folder / GENERATION_CONFIG_NAME).read_bytes()
+            self._generation_file = (folder / GENERATION_CONFIG_NAME).read_bytes()
 
 
 def writer_of(model: Any) -> Any:
@@ -369,14 +393,13 @@ def writer_of(model: Any) -> Any:
     return model
 
 
-def _generation_file_of(model: PreTrainedModel) -> bytes | None:
-    """The generation_config.json from which a model was loaded. None: there is no such file, or the settings of the
-    model are no longer the settings of the file."""
+def _loaded_generation_file(model: PreTrainedModel) -> bytes | None:
+    """The content of the generation_config.json with which a model was loaded. None: there is no such file, or the
+    settings of the model are no longer the settings of the file."""
     if not model.name_or_path or _generation_config_of(model) is None:  # a model without a name was made in code
         return None
-    # The errors of a file that does not exist, or that transformers cannot read.
-    with suppress(OSError, ValueError):
-        # For a name on the hub: the file in the local cache.
+    with suppress(OSError, ValueError):  # the file does not exist, or transformers cannot read it
+        # If the model was loaded by a name on the hub, this is the file in the local cache.
         found = cached_file(model.name_or_path, GENERATION_CONFIG_NAME, local_files_only=True)
         if found is not None:
             file = Path(found)
@@ -386,9 +409,9 @@ def _generation_file_of(model: PreTrainedModel) -> bytes | None:
     return None
 
 
-def _described(model: PreTrainedModel) -> bytes | None:
-    """The content of generation_config.json as transformers would write it, also if transformers would refuse to write
-    these settings. None: the model cannot generate."""
+def _own_generation_file(model: PreTrainedModel) -> bytes | None:
+    """The content of a generation_config.json with the present settings of a model, also if transformers would refuse
+    to write these settings. None: the model cannot generate."""
     config = _generation_config_of(model)
     if config is None:
         return None
@@ -402,9 +425,9 @@ def _generation_config_of(model: PreTrainedModel) -> GenerationConfig | None:
 
 
 def _settings(config: GenerationConfig) -> dict[str, Any]:
-    """The settings of a configuration by which two configurations count as equal.
+    """The settings that must be equal so that two configurations count as equal.
 
-    The ids of the tokens for padding and for the beginning are left out, because TRL and many other programs set them
+    The ids of the tokens for padding and for the beginning do not count, because TRL and many other programs set them
     in code.
     """
     settings: dict[str, Any] = json.loads(config.to_json_string(use_diff=False, ignore_metadata=True))
@@ -414,10 +437,10 @@ def _settings(config: GenerationConfig) -> dict[str, Any]:
 
 
 class WithDelta:
-    """Saves a model or an adapter in the dtype of the engines, together with the changes since the last version."""
+    """Saves a model or an adapter in the dtype of the engines, together with the changes since the version before."""
 
     def __init__(self, model: Any, directory: Path, dtype: str) -> None:
-        """`directory`: the folder with the versions so far. `dtype`: the name of the dtype of the engines."""
+        """`directory`: the folder with the published folders so far. `dtype`: the name of the dtype of the engines."""
         self._model = writer_of(model)
         self._directory = directory
         self._dtype = getattr(torch, dtype)
@@ -429,39 +452,42 @@ class WithDelta:
 
     def save_pretrained(self, folder: Path, state_dict: Mapping[str, Tensor]) -> None:
         """Writes weights to a folder, as PreTrainedModel.save_pretrained does, and beside them the changes since the
-        last version."""
-        # By address and shape: tensors that share memory get the same cast tensor, and so still share memory.
+        version before."""
+        # (Address, shape) -> tensor in the dtype of the engines. Tensors that share memory have the same address and
+        # shape. So they get the same cast tensor, and still share memory.
         cast: dict[Any, Tensor] = {}
         for tensor in state_dict.values():
             key = (tensor.data_ptr(), tensor.shape)
             cast[key] = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-        named = {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
-        self._model.save_pretrained(folder, state_dict=named)
+        cast_dict = {name: cast[tensor.data_ptr(), tensor.shape] for name, tensor in state_dict.items()}
+        self._model.save_pretrained(folder, state_dict=cast_dict)
         earlier = published(self._directory)
         if earlier:  # the first version has no version before it
             write_deltas(earlier[-1], folder)
 
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+"""The file with the tensors of an adapter."""
 
 
 class Adapter:
     """The active LoRA adapter of a peft model, which is trained, published and restored in the place of whole weights.
 
-    A published folder then holds `adapter_config.json`, with the name of the base model, and
-    `adapter_model.safetensors`. With `merge_adapter` it holds whole weights: the base with the adapter added to it.
+    A published folder holds `adapter_model.safetensors`, and `adapter_config.json` with the name of the base model. But
+    with `merge_adapter` it holds whole weights: the base with the adapter added to it.
     """
 
     def __init__(self, model: Any, merged: bool) -> None:
-        """`model` is a PeftModel; `merged`: publish whole weights.
+        """`model` is a PeftModel. `merged` True: whole weights are published.
 
         Raises ValueError if the model has another kind of adapter, several active adapters, or no weights to train.
-        With `merged`, also if the adapter cannot be added to the base. Without `merged`, also if the base model has no
-        name.
+        With `merged`, raises ValueError if the adapter cannot be added to the base; without `merged`, if the base model
+        has no name.
         """
-        model.eval()  # LogprobModel gets only the base, which is inside of this model
+        model.eval()  # LogprobModel calls `eval` only for the base, and not for the module of peft around it
         self.base: Any = model.get_base_model()
-        """The transformers model. peft has put the layers of the adapter into it, so it computes with the adapter."""
+        """The transformers model. It computes with the adapter, because peft has put the layers of the adapter into
+        it."""
         self._model = model
         active = list(model.active_adapters)
         if len(active) != 1:
@@ -487,8 +513,10 @@ class Adapter:
                 raise ValueError(f"{reason}, or publish the adapter itself, with merge_adapter=False")
         self._whole = WholeModel(self.base) if merged else None
         """Saves whole weights; None: the adapter is published."""
-        # An absolute path, because a program that loads the adapter may run in another folder.
-        self._config.base_model_name_or_path = str(Path(base_name).resolve()) if Path(base_name).is_dir() else base_name
+        if Path(base_name).is_dir():
+            # An absolute path, because a program that loads the adapter may run in another folder.
+            base_name = str(Path(base_name).resolve())
+        self._config.base_model_name_or_path = base_name
 
     @classmethod
     def of(cls, model: Any, merged: bool) -> Adapter | None:
@@ -511,43 +539,48 @@ class Adapter:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that must be the same in a resume, beside the `model_facts` of the base. Engines do not know these
-        facts before they load the adapter."""
+        """The facts that must be the same when a run is resumed, besides the `model_facts` of the base. Engines do not
+        know these facts before they load the adapter."""
         return {"lora_rank": self._config.r, "lora_alpha": self._config.lora_alpha}
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the adapter, by their names in `adapter_model.safetensors`.
 
-        They are the tensors being trained. But if weights are partitioned, they are whole copies, which all ranks make
-        together; an adapter is small.
+        If weights are not partitioned, these are the tensors that are being trained. Otherwise they are whole copies of
+        these tensors, and all ranks must call this method together. The copies take little memory, because an adapter
+        is small.
         """
-        return {name: gather_full(tensor) for name, tensor in self._own().items()}
+        return {name: gather_full(tensor) for name, tensor in self._trained_tensors().items()}
 
-    def _own(self) -> dict[str, Tensor]:
-        """The tensors being trained, partitioned if the weights are partitioned."""
+    def _trained_tensors(self) -> dict[str, Tensor]:
+        """The tensors that are being trained, by their names in `adapter_model.safetensors`. They are partitioned if
+        the weights are partitioned."""
         from peft import get_peft_model_state_dict
 
-        # Embeddings belong to the base. With "auto", peft would ask the hub whether they were resized.
+        # `save_embedding_layers` is False because embeddings belong to the base. With its default, "auto", peft would
+        # ask the hub whether the embeddings were resized.
         tensors: dict[str, Tensor] = get_peft_model_state_dict(
             self._model, adapter_name=self._name, save_embedding_layers=False
         )
         return tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors of a published folder: those of the adapter, or of the whole model with the adapter added."""
+        """The tensors to publish: those of the adapter, or those of the base with the adapter added to it."""
         if self._whole is None:
             return self.tensors()
-        # A copy, because adding the adapter to the base and taking it out again would change the base by rounding.
-        merged: dict[str, Tensor] = copy.deepcopy(self._model).merge_and_unload().state_dict()
+        # The adapter is added to a copy, because adding it to the base and taking it out again would change the base by
+        # rounding.
+        merged_model = copy.deepcopy(self._model).merge_and_unload()
+        merged: dict[str, Tensor] = merged_model.state_dict()
         return merged
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Sets the tensors of the adapter, on all ranks.
 
-        If the names or shapes of `tensors` are not those of this adapter, sets nothing, and raises ValueError that
-        names a tensor.
+        If the names or shapes of `tensors` are not those of this adapter, sets nothing, and raises a ValueError that
+        names one of the tensors.
         """
-        own = self._own()
+        own = self._trained_tensors()
         difference = why_other_tensors(tensors, own)
         if difference:
             raise ValueError(difference)
@@ -555,8 +588,8 @@ class Adapter:
             saved_tensor = tensors[name].to(tensor.device)
             with torch.no_grad():
                 if isinstance(tensor, DTensor):
-                    rows = distribute_tensor(saved_tensor, tensor.device_mesh, tensor.placements)
-                    tensor.to_local().copy_(rows.to_local())
+                    distributed = distribute_tensor(saved_tensor, tensor.device_mesh, tensor.placements)
+                    tensor.to_local().copy_(distributed.to_local())
                 else:
                     tensor.copy_(saved_tensor)
 
@@ -570,9 +603,10 @@ class Adapter:
         separate: dict[str, Tensor] = {}
         addresses: set[int] = set()
         for name, tensor in state_dict.items():
-            contiguous = tensor.contiguous()  # safetensors refuses other tensors
+            contiguous = tensor.contiguous()  # safetensors refuses tensors that are not contiguous
             # With peft's ensure_weight_tying two modules share a tensor, but safetensors refuses shared memory.
-            separate[name] = contiguous.clone() if contiguous.data_ptr() in addresses else contiguous
+            is_shared = contiguous.data_ptr() in addresses
+            separate[name] = contiguous.clone() if is_shared else contiguous
             addresses.add(contiguous.data_ptr())
         save_file(separate, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self._config.save_pretrained(folder)
@@ -584,7 +618,7 @@ class Adapter:
             self._whole.go_on_from(folder)
 
     def off(self) -> AbstractContextManager[None]:
-        """Inside the context, the model computes without the adapter, as the base model."""
+        """A context in which the model computes without the adapter, as the base model."""
         context: AbstractContextManager[None] = self._model.disable_adapter()
         return context
 
@@ -592,19 +626,19 @@ class Adapter:
 def why_not_mergeable(model: Any) -> str:
     """The reason why the active adapter of a peft model cannot be added to its base, and the remedy; empty: it can.
 
-    Two modules may share one weight: the embedding and the output head of many models do. The merged model has one
-    weight there too. So an adapter must change both modules by the same parameters, or neither.
+    Two modules may share one weight, as the embedding and the output head of many models do. They still share one
+    weight in the merged model. So an adapter must change both modules by the same parameters, or neither.
     """
-    # The names of each parameter, by its identity. A shared weight has several names.
-    names: dict[int, list[str]] = {}
+    # id of a parameter -> its names. A shared weight has several names.
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for shared in names.values():
+        names_by_id.setdefault(id(parameter), []).append(name)
+    for names in names_by_id.values():
         # For each module with this weight, the ids of the adapter's parameters that change the module.
-        changes = [_adapter_parameters(model, name) for name in shared]
-        if all(change == changes[0] for change in changes):  # also if the weight is not shared
+        changes = [_adapter_parameters(model, name) for name in names]
+        if all(change == changes[0] for change in changes):  # always true for a weight that is not shared
             continue
-        modules = [_name_in_base(name) for name in shared]
+        modules = [_name_in_base(name) for name in names]
         changed = [module for module, change in zip(modules, changes, strict=True) if change]
         how = f"changes {changed[0]} alone" if len(changed) == 1 else "changes each of them in its own way"
         return (
@@ -615,26 +649,30 @@ def why_not_mergeable(model: Any) -> str:
 
 
 def _adapter_parameters(model: Any, name: str) -> set[int]:
-    """The ids of the parameters by which the active adapter changes the module that has this parameter of the base."""
-    identities: set[int] = set()
+    """The ids of the parameters by which the active adapter changes a module of the base. `name`: the name of a
+    parameter of this module in the peft model."""
+    ids: set[int] = set()
     parts = name.split(".")
     for index, part in enumerate(parts):
-        if part in _BASES:  # the module around this part is peft's
-            wrapper = model.get_submodule(".".join(parts[:index]))
-            for own_name, parameter in wrapper.named_parameters():
-                # The name of a parameter of an adapter contains the name of this adapter.
-                if set(own_name.split(".")) & set(model.active_adapters):
-                    identities.add(id(parameter))
-    return identities
+        if part not in _WRAPPED:
+            continue
+        wrapper_name = ".".join(parts[:index])  # the name of the module of peft around this part
+        wrapper = model.get_submodule(wrapper_name)
+        for parameter_name, parameter in wrapper.named_parameters():
+            # The name of a parameter of an adapter contains the name of this adapter.
+            if set(parameter_name.split(".")) & set(model.active_adapters):
+                ids.add(id(parameter))
+    return ids
 
 
-_BASES = ("base_layer", "original_module")
+_WRAPPED = ("base_layer", "original_module")
 """The names under which peft's modules hold the module that they wrap."""
-_OF_PEFT = ("token_adapter", *_BASES)
+_ADDED_BY_PEFT = ("token_adapter", *_WRAPPED)
 """The parts that peft adds to the name of a module of the base."""
 
 
 def _name_in_base(name: str) -> str:
-    """The name in the base model of the module that has a parameter, without the modules of peft around it."""
-    parts = name.removeprefix("base_model.model.").split(".")[:-1]
-    return ".".join(part for part in parts if part not in _OF_PEFT)
+    """The name that a module has in the base model, without the modules of peft around it. `name`: the name of a
+    parameter of this module in the peft model."""
+    *parts, _ = name.removeprefix("base_model.model.").split(".")  # the last part is the name inside of the module
+    return ".".join(part for part in parts if part not in _ADDED_BY_PEFT)

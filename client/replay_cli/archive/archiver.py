@@ -2,12 +2,14 @@
 
     draw, under a lease ──▶ write into the open segment ──▶ finish it ──▶ acknowledge all that is in it
 
-An item leaves the table of copies when the segment with the item is on the disk under its final name. So a kill loses
-nothing. The items of the open segment come back to the table when their lease ends, and go into another segment. A kill
-between the rename and the acknowledgement leaves items in two segments; readers count an item once, by its key.
+An item leaves the table of copies when the segment with the item is on the disk under its final name. So nothing is
+lost if the archiver is killed: the items of the open segment come back to the table when their lease ends, and go into
+another segment. After a kill between the rename and the acknowledgement, items are in two segments, but readers count
+an item once, by its key.
 
 The archiver is a client like any other, and nobody waits for it. It sleeps between two draws, so that the server has
-time for other clients. If the archiver is slow or hangs, the table of copies evicts its oldest items, and counts them.
+time for other clients. If the archiver is slow or hangs, the table of copies evicts its oldest items, and counts the
+evicted items.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ BYTES_PER_DRAW = 8 << 20
 MOST_ROWS = 256
 """The most items of a draw."""
 DRAW_SECONDS = 1.0
-"""Seconds that a draw waits for items, if there are fewer than it asks for."""
+"""Seconds for which a draw waits, if there are fewer items than it asks for."""
 REST = 9.0
-"""The archiver sleeps nine times as long as a draw took, so the server spends at most a tenth of its time on it. A busy
-server spends even less, because a draw then takes longer. Items that arrive faster wait in the table."""
+"""The archiver sleeps nine times as long as a draw took, so the server spends at most a tenth of its time on the
+archiver. A busy server spends even less, because a draw from it takes longer. Items that arrive faster than they are
+drawn wait in the table."""
 MOST_REST = 1.0
 """The most seconds between two draws."""
 LAST_SECONDS = 5.0
-"""Seconds for which the archiver, after the signal to end, still draws waiting items."""
+"""Seconds for which the archiver still draws waiting items after the signal to end."""
 MOST_SILENCE = 600.0
-"""Seconds without an answer of the server, after which the archiver gives up."""
+"""Seconds without an answer of the server after which the archiver gives up."""
 
 
 @dataclass
@@ -57,7 +60,7 @@ class OpenSegment:
     nbytes: int = 0
     """Bytes of the payloads in the segment."""
     samples: list[Sample] = field(default_factory=list)
-    """The samples without their payloads."""
+    """The samples in the segment, without their payloads."""
 
 
 class Archiver:
@@ -79,9 +82,9 @@ class Archiver:
     ) -> None:
         """`say` gets a line for each finished segment. `table`: the table of copies; "": the only one of the server.
 
-        A segment is finished after `segment_bytes` bytes of payloads or `segment_seconds` seconds. It has at most a
-        quarter of the bytes that the server may hold, because the server holds them meanwhile. `lease`: seconds after
-        which the items of a killed archiver come back to the table.
+        A segment is finished after `segment_bytes` bytes of payloads or `segment_seconds` seconds. It takes at most a
+        quarter of the bytes that the server may hold, because the server keeps the items of a segment until the segment
+        is finished. `lease`: seconds after which the items of a killed archiver come back to the table.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._client = client
@@ -96,21 +99,25 @@ class Archiver:
         if quarter:  # 0: the server has no limit
             self._most_bytes = min(segment_bytes, quarter)
         self._open: OpenSegment | None = None
-        self._rows = 1
-        """The number of items that the next draw asks for. Until the first draw, the size of the items is not known."""
+        self._num_to_draw = 1
+        """The number of items that the next draw asks for; 1 for the first draw, because the size of the items is not
+        known yet."""
         removed = remove_unfinished(folder)
         if removed:
             segments = counted(removed, "segment")
             log.warning("removed %s that a killed archiver left unfinished; the items come again", segments)
 
     def _find_copies(self, info: ServerInfo, table: str) -> tuple[str, str]:
-        """The table of copies, and the table whose items are copied. Raises ValueError unless exactly one pair fits."""
-        sources: dict[str, str] = {}
+        """The table of copies, and the table whose items are copied. Raises ValueError unless exactly one pair fits.
+
+        `table`: the table of copies; "": any.
+        """
+        sources: dict[str, str] = {}  # table of copies -> the table whose items are copied
         for name, source in info.tables.items():
             copy_to = json.loads(source.config)["copy_to"]
             if copy_to is not None:
                 sources[copy_to] = name
-        copies = [name for name in sources if table in ("", name)]  # "": all of them
+        copies = [name for name in sources if table in ("", name)]
         if len(copies) != 1:
             names = ", ".join(sources) or "none, so set copy_to at the table whose groups are to be kept"
             raise ValueError(
@@ -126,39 +133,44 @@ class Archiver:
         is gone.
         """
         waits = WaitLog("the archiver")  # logs that the archiver waits for the server, and that it goes on
-        answered = time.monotonic()
-        # The renewer keeps the leases of the samples in the open segment. Nothing is to be done for an item whose lease
-        # is lost: the item comes again, and readers count it once.
+        answered_at = time.monotonic()
+        # The renewer keeps the leases of the samples in the open segment. Nothing needs to be done for an item whose
+        # lease is lost, because the item comes again, and readers count it once.
         with self._client.auto_renew([], self._lease, lambda lost: None) as renewer:
             try:
                 while not ends():
                     try:
-                        begun = time.monotonic()
-                        items = self._step(renewer, DRAW_SECONDS)
+                        begun_at = time.monotonic()
+                        num_items = self._step(renewer, DRAW_SECONDS)
                         waits.go_on()
-                        answered = time.monotonic()
-                        if items:
-                            time.sleep(min(REST * (answered - begun), MOST_REST))
+                        answered_at = time.monotonic()
+                        if num_items:
+                            time.sleep(min(REST * (answered_at - begun_at), MOST_REST))
                     except GONE as error:  # the errors of a server that does not answer now
-                        if time.monotonic() - answered > MOST_SILENCE:
+                        if time.monotonic() - answered_at > MOST_SILENCE:
                             raise
                         waits.wait(f"waiting for {self._client.address}: {error}")
                         time.sleep(DRAW_SECONDS)
-                last = time.monotonic() + LAST_SECONDS
-                while self._step(renewer, 0.0) and time.monotonic() < last:
-                    pass  # until no item waits, or the time is over
+                draws_until = time.monotonic() + LAST_SECONDS
+                while True:
+                    num_items = self._step(renewer, 0.0)
+                    if num_items == 0 or time.monotonic() >= draws_until:
+                        break
                 self._finish(renewer)
             finally:
-                self._give_up()  # after an error; otherwise no segment is open any more
+                self._give_up()  # has an effect only after an error, because otherwise no segment is open any more
 
     def _step(self, renewer: LeaseRenewer, seconds: float) -> int:
-        """Waits for items at most `seconds`, and writes them. Finishes the open segment if it is large or old enough.
+        """Draws items, for which it waits at most `seconds`, and writes them into the open segment. Then finishes the
+        segment if it is large or old enough.
 
-        Returns the number of items.
+        Returns the number of drawn items.
         """
         samples: list[Sample] = []
         with suppress(DeadlineExceededError):  # no item came within `seconds`
-            samples = self._client.sample(self._table, self._rows, min_samples=1, timeout=seconds, lease=self._lease)
+            samples = self._client.sample(
+                self._table, self._num_to_draw, min_samples=1, timeout=seconds, lease=self._lease
+            )
         if samples:
             renewer.add(samples)
             self._write(samples)
@@ -170,7 +182,8 @@ class Archiver:
         return len(samples)
 
     def _write(self, samples: list[Sample]) -> None:
-        """Writes samples into the open segment, and sets the number of rows of the next draw by their size."""
+        """Writes samples into the open segment, and opens one if there is none. Sets the number of items that the next
+        draw asks for, by the size of these samples."""
         if self._open is None:
             self._open = OpenSegment(SegmentWriter(self._folder), time.monotonic())
         rows: list[Row] = []
@@ -181,14 +194,11 @@ class Archiver:
         self._open.nbytes += nbytes
         # The number of items of the same mean size that have BYTES_PER_DRAW together.
         wanted = len(samples) * BYTES_PER_DRAW // max(1, nbytes)
-        self._rows = max(1, min(MOST_ROWS, wanted))
+        self._num_to_draw = max(1, min(MOST_ROWS, wanted))
         self._open.samples += [Sample(sample.info, b"") for sample in samples]
 
     def _rows_of(self, sample: Sample) -> list[Row]:
-        """The rows that a segment gets for a sample. They name the table that was copied, not the table of copies.
-
-        The sample comes from the table of copies, so its `times_sampled` would count the draws of the archiver.
-        """
+        """The rows that a segment gets for a sample. They name the table that was copied, not the table of copies."""
         info = sample.info
         facts = {
             "key": str(info.key),
@@ -197,11 +207,12 @@ class Archiver:
             "age": info.age,
             "policy_version": info.policy_version,
             "staleness": info.staleness,
-            "times_sampled": 0,
+            "times_sampled": 0,  # not that of `info`, which counts the draws of the archiver from the table of copies
             "bytes": len(sample.payload),
             "tags": info.tags,
         }
-        return [row | {"inserted_at": time.time() - info.age} for row in GROUP_ROWS.rows(facts, sample.payload)]
+        rows = GROUP_ROWS.rows(facts, sample.payload)
+        return [row | {"inserted_at": time.time() - info.age} for row in rows]
 
     def _finish(self, renewer: LeaseRenewer) -> None:
         """Finishes the open segment, if there is one, and acknowledges its items."""
@@ -211,12 +222,12 @@ class Archiver:
         path = segment.writer.finish()
         self._open = None  # from here on, `_give_up` must not requeue the items, even if the acknowledgement fails
         renewer.forget(segment.samples)
-        missing = self._client.acknowledge(segment.samples).missing
-        if missing:  # these leases have ended, so the items may be back in the table
-            keys = [sample.info.key for sample in segment.samples if sample.info.lease_id in missing]
+        ended_leases = self._client.acknowledge(segment.samples).missing
+        if ended_leases:  # the items of these leases may be back in the table
+            keys = [sample.info.key for sample in segment.samples if sample.info.lease_id in ended_leases]
             self._client.consume(self._table, keys)
         self._say(f"{path.name}: {counted(segment.writer.rows, 'item')}, {counted(segment.nbytes, 'byte')}")
-        lacking = segment.writer.lacking
+        lacking = segment.writer.lacking  # a message for each item
         if lacking:
             message = "%s: %s without columns that could not be written, but with the payload; the first is %s"
             log.warning(message, path.name, counted(len(lacking), "item"), lacking[0])

@@ -22,7 +22,7 @@ RECIPES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def recipe_of(name: str) -> dict[str, Any]:
-    """The contents of a recipe's file: `about`, and for each command, by its name, the settings of the command.
+    """The contents of a recipe's file: the text `about`, and the settings of each command by the command's name.
 
     Raises a ValueError that lists the recipes if there is no recipe `name`.
     """
@@ -32,9 +32,9 @@ def recipe_of(name: str) -> dict[str, Any]:
 
 
 def show_recipe(name: str, command: str, actual: Settings) -> None:
-    """Logs each setting of the recipe, with the user's value if that differs. Call it after the log is set up.
+    """Logs the actual value of each setting of the recipe, and also the recipe's value if that differs.
 
-    `actual`: the settings with which the command runs.
+    `actual`: the settings with which the command runs. Call this function after the log is set up.
     """
     recipe = recipe_of(name)
     lines = [f"recipe {name}: {recipe['about']}"]
@@ -45,27 +45,31 @@ def show_recipe(name: str, command: str, actual: Settings) -> None:
         lines.append(line)
     log = logging.getLogger("replay_server.recipe")
     log.setLevel(logging.INFO)  # some commands log only warnings, but the recipe must be shown
-    # `has_lines` makes the formatter keep the line breaks. A value cannot add one, because JSON escapes it.
+    # `has_lines` makes the formatter keep the line breaks. No value adds a line break, because JSON escapes them.
     log.info("\n".join(lines), extra={"has_lines": True})
 
 
 def _compare(recipe: Settings, actual: Settings, section: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The full name of each setting of the recipe (`section.name`), its value in the recipe, and its actual value.
+    """Yields the full name (`section.name`), the recipe's value and the actual value of each setting of the recipe.
 
     `section`: the beginning of the full names, with a dot at its end.
     """
     for name, recommended in recipe.items():
         value = actual[name]
         if name == "tables" and isinstance(recommended[0], Mapping):  # the tables of a server, not names of tables
-            recommended = _by_name(recommended)
-            value = _by_name(value)
+            recommended = _tables_by_name(recommended)
+            value = _tables_by_name(value)
         if isinstance(recommended, Mapping) and isinstance(value, Mapping):
-            complete = {**dict.fromkeys(recommended), **value}  # None: the user's settings lack it
+            # A setting that only the recipe has gets the actual value None.
+            complete = {**dict.fromkeys(recommended), **value}
             yield from _compare(recommended, complete, f"{section}{name}.")
         else:
             yield f"{section}{name}", recommended, value
 
 
-def _by_name(tables: list[Settings]) -> Settings:
-    """The settings of each table without its name, by its name."""
-    return {table["name"]: {name: value for name, value in table.items() if name != "name"} for table in tables}
+def _tables_by_name(tables: list[Settings]) -> Settings:
+    """The settings of each table, by the table's name, which is left out of the settings."""
+    settings_by_table: dict[str, Settings] = {}
+    for table in tables:
+        settings_by_table[table["name"]] = {name: value for name, value in table.items() if name != "name"}
+    return settings_by_table

@@ -47,18 +47,18 @@ def run(
         misuse(error)
     try:
         lock = FolderLock(plan.output_dir, "run")
-        # The lock comes before the checks: if the run is under way, its port is in use, and "it runs already" is the
-        # better message. If there is no folder yet, the lock, which creates the folder, comes after the checks. A run
-        # whose checks fail then creates no folder.
-        is_held = not check and plan.output_dir.exists()
-        if is_held:
+        # If the folder exists, acquire the lock before the checks. If the run is under way already, the lock then says
+        # so, while the checks would only say that the port is in use. If there is no folder yet, acquire the lock after
+        # the checks, because the lock creates the folder, and a run whose checks fail must create none.
+        locks_before_checks = not check and plan.output_dir.exists()
+        if locks_before_checks:
             _hold(lock)
         check_deeply(plan)
         if check:
             for line in plan.describe():
                 say(line)
             return
-        if not is_held:
+        if not locks_before_checks:
             _hold(lock)
     except (ValueError, OSError) as error:
         fail(error)
@@ -71,15 +71,17 @@ def run(
     except (RunError, OSError) as error:
         fail(error)
     except RunStopped:
-        if runner.trainer.status != 0:  # 0: the trainer made its last step before the stop
+        is_complete = runner.trainer.status == 0  # the trainer made its last step before the stop
+        if not is_complete:
             step = runner.status.step
             where = f"after step {step}" if step else "before its first step"
             with suppress(OSError):  # the terminal was closed
                 complain(f"stopped {where}; the same command goes on with the run")
             raise typer.Exit(128 + signals.first) from None
-        reason = ""  # the run is complete
+        reason = ""  # the run is complete, for which `Runner.run` returns "" too
     if as_json:
-        print_json(runner.status.document() | {"ended": reason or "the last step is made"}, indent=None)
+        result = runner.status.document() | {"ended": reason or "the last step is made"}
+        print_json(result, indent=None)
         return
     if reason:
         say(f"{reason}: ended after step {runner.status.step} of {plan.max_steps}")

@@ -1,4 +1,4 @@
-"""Display: shows the state of a run, as a line for each part on a terminal, or a line every ten seconds in a file."""
+"""Display: shows the state of a run. A terminal has a line for each part. A file gets a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ logger = logging.getLogger(__name__)
 LINE_SECONDS = 10.0
 """Seconds between two lines if the output is no terminal."""
 _NAME_WIDTH = 12
+"""The width, in characters, of the column with the names of the parts."""
 _STYLES = {"running": "green", "died": "red"}
-"""The colour of a part's state. The other states have none."""
+"""State of a part -> colour of the word for it. The other states have no colour."""
 
 
 class Display:
     """Shows the state of a run. Use it in a `with` block."""
 
     def __init__(self, as_json: bool) -> None:
-        """`as_json`: lines of JSON for programs."""
+        """`as_json`: show the state as lines of JSON, for programs."""
         self._as_json = as_json
         self._console = console()
         self._live: Live | None = None
@@ -37,9 +38,9 @@ class Display:
             self._live = Live(console=self._console, auto_refresh=False)
         self._is_gone = False
         """True once the output cannot be written any more."""
-        self._line_at = 0.0
+        self._next_line_at = 0.0
         """The time of the next line, by the monotonic clock."""
-        self._last_doing = ""
+        self._shown_doing = ""
         """The action of the runner that the last line showed."""
 
     def __enter__(self) -> Self:
@@ -56,7 +57,7 @@ class Display:
 
     def show(self, status: RunStatus) -> None:
         """Show the state of the run now. If the output cannot be written any more, the run goes on without it."""
-        news = status.take_news()  # before the check, so that the news of a run without a display do not pile up
+        news = status.take_news()  # even if the output is gone, because otherwise the news would pile up
         if self._is_gone:
             return
         try:
@@ -64,12 +65,12 @@ class Display:
         except OSError:  # the terminal was closed, or the reader of the pipe has ended
             self._is_gone = True
             ignore_stdout()
-        except Exception as error:  # such as a character that the terminal does not have; it must not end the run
+        except Exception as error:  # no error of the display may end the run: perhaps the terminal lacks a character
             self._is_gone = True
             logger.error("the run goes on without a display: %s: %s", type(error).__name__, error)
 
     def _show(self, status: RunStatus, news: Sequence[str]) -> None:
-        """Shows the state, and the sentences `news` about events, in the form that the output needs."""
+        """Shows the state, and the sentences `news` about events: on the terminal, as JSON, or as lines of text."""
         if self._live is not None:
             self._show_live(self._live, status, news)
         elif self._as_json:
@@ -77,14 +78,14 @@ class Display:
         else:
             for note in news:
                 say(note)
-            self._show_line(status, ())
+            self._show_line(status, news=())
 
     def _show_live(self, live: Live, status: RunStatus, news: Sequence[str]) -> None:
         """Replaces the lines on the terminal, and prints `news` above them."""
         for note in news:
             live.console.print(one_line(note))
-        width = self._console.width - 1  # a line that is as wide as the terminal could wrap
-        lines = [*terminal_lines(status)]
+        width = self._console.width - 1  # because a line that is as wide as the terminal could wrap
+        lines = list(terminal_lines(status))
         for line in lines:
             line.truncate(width, overflow="ellipsis")
         if status.failure:
@@ -92,14 +93,17 @@ class Display:
         live.update(Text("\n").join(lines), refresh=True)
 
     def _show_line(self, status: RunStatus, news: Sequence[str]) -> None:
-        """Prints a line, at most every LINE_SECONDS unless there are `news` or the runner does something else."""
+        """Prints a line if the last line is LINE_SECONDS old, if there are `news`, or if the runner's action is new."""
         now = time.monotonic()
-        if now < self._line_at and status.doing == self._last_doing and not news:
+        is_due = now >= self._next_line_at
+        has_new_action = status.doing != self._shown_doing
+        if not (is_due or has_new_action or news):
             return
-        self._line_at = now + LINE_SECONDS
-        self._last_doing = status.doing
+        self._next_line_at = now + LINE_SECONDS
+        self._shown_doing = status.doing
         if self._as_json:
-            print_json(status.document() | {"notes": [*news]}, indent=None)
+            record = status.document() | {"notes": list(news)}
+            print_json(record, indent=None)
         else:
             say(line_of(status))
 
@@ -110,9 +114,9 @@ def terminal_lines(status: RunStatus) -> Iterator[Text]:
         state = part.state
         line = Text(f"{part.name:<{_NAME_WIDTH}}")
         line.append(state, style=_STYLES.get(state, ""))
-        words = words_of(status, part)
-        if words:
-            line.append(f", {words}")
+        description = words_of(status, part)
+        if description:
+            line.append(f", {description}")
         yield line
     yield Text(f"{'learning':<{_NAME_WIDTH}}{learning_of(status)}")
     if status.doing:
@@ -121,53 +125,53 @@ def terminal_lines(status: RunStatus) -> Iterator[Text]:
 
 def line_of(status: RunStatus) -> str:
     """The state of the run as one line, for a file."""
-    words = [status.doing] if status.doing else []
+    pieces = [status.doing] if status.doing else []
     for part in status.parts:
-        more = words_of(status, part)
+        description = words_of(status, part)
         state = part.state
-        if state == "ended" and not more:
-            continue  # the part that prepared the run, whose end is no news
+        if state == "ended" and not description:
+            continue  # this part prepared the run, and has done its work
         if state != "running":
-            more = f"{state}, {more}" if more else state
-        words.append(f"{part.name} {more}".rstrip())
-    words.append(learning_of(status))
+            description = f"{state}, {description}" if description else state
+        pieces.append(f"{part.name} {description}".rstrip())
+    pieces.append(learning_of(status))
     if status.failure:
-        words.append(status.failure)
-    return " | ".join(words)
+        pieces.append(status.failure)
+    return " | ".join(pieces)
 
 
 def words_of(status: RunStatus, part: Part) -> str:
     """Describes a part: the server's address, the trainer's step, or a generator's groups. Empty: nothing is known."""
-    again = "" if part.starts < 2 else f", start {part.starts}"  # the part was started again
+    restarted = f", start {part.starts}" if part.starts > 1 else ""
     if part.name == "server":
-        return f"{status.address}{again}" if status.address else ""
+        return f"{status.address}{restarted}" if status.address else ""
     if part.name == "trainer":
-        return f"step {status.step} of {status.plan.max_steps}{again}"
+        return f"step {status.step} of {status.plan.max_steps}{restarted}"
     names = [generator.name for generator in status.plan.generators]
-    if part.name not in names:  # the part that prepares the run
+    if part.name not in names:  # this part prepares the run, and there is nothing to say about it
         return ""
     number = names.index(part.name)
     groups = status.generating(number, "groups")
     if groups is None:
-        return f"no groups yet{again}"
+        return f"no groups yet{restarted}"
     speed = status.generating(number, "tokens_per_second")
     rate = "" if speed is None else f", {speed:.0f} tokens/s"
     version = status.generating(number, "policy_version") or 0.0
-    return f"{counted(int(groups), 'group')}{rate}, policy version {version:.0f}{again}"
+    return f"{counted(int(groups), 'group')}{rate}, policy version {version:.0f}{restarted}"
 
 
 def learning_of(status: RunStatus) -> str:
-    """Reward, speed and staleness of the trainer's last step."""
+    """Describes the trainer's last step: its reward, speed and staleness."""
     if not status.step:
         return "no step yet"
     reward = status.training("fresh/reward_mean")
     speed = status.training("train/tokens_per_second")
     staleness = status.training("fresh/staleness_mean")
-    words = []
+    pieces = []
     if reward is not None:
-        words.append(f"fresh reward {reward:.3f}")
+        pieces.append(f"fresh reward {reward:.3f}")
     if speed is not None:
-        words.append(f"{speed:.0f} tokens/s trained")
+        pieces.append(f"{speed:.0f} tokens/s trained")
     if staleness is not None:
-        words.append(f"staleness {staleness:.1f}")
-    return ", ".join(words)
+        pieces.append(f"staleness {staleness:.1f}")
+    return ", ".join(pieces)

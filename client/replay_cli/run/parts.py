@@ -12,15 +12,15 @@ from subprocess import DEVNULL, STDOUT
 from replay_client import supervisor
 
 MOST_READ = 1 << 16
-"""The most bytes at the end of a file that are read."""
+"""The most bytes that are read from the end of a file."""
 
 
 class Part:
     """One command of a run: the server, the trainer or a generator.
 
-    A supervisor runs the command. It ends all descendants of the command as soon as the command ends, or the process
-    that made the part. That process must start the part from its main thread, because the supervisor notices only the
-    end of the thread that started it.
+    A supervisor runs the command. When the command ends, the supervisor kills all descendants of the command. When the
+    process that made the part ends, the supervisor kills the command and all its descendants. The part must be started
+    from the main thread of that process, because the supervisor notices only the end of the thread that started it.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -30,20 +30,20 @@ class Part:
         self.starts = 0
         """The number of times that the command has been started."""
         self.status: int | None = None
-        """The exit status of the last process, as shells report it; None: it runs, or has not been started."""
+        """The exit status of the last process, as shells report it; None: the process runs, or none was started."""
         self.finished = False
-        """True once the part has done all of its work. The runner does not start it again then."""
+        """True once the part has done all of its work. The runner then does not start the part again."""
         self.is_stopping = False
         """True once the runner has told the part to end."""
         self._command = list(command)
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0
-        """The size of the log in bytes when the command was started last."""
+        """The size that the log had when the command was started last, in bytes. The command's output begins there."""
 
     @property
     def pid(self) -> int | None:
-        """The process id of the supervisor; None: it does not run."""
+        """The process id of the supervisor; None: the supervisor does not run."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -63,15 +63,18 @@ class Part:
         return "ended" if self.finished or self.status == 0 else "died"
 
     def start(self, *arguments: str, **variables: str) -> None:
-        """Start the command, with further arguments and variables of the environment. Raises OSError."""
+        """Start the command, with further arguments and variables of the environment.
+
+        Raises OSError if the process cannot be started, or if the log cannot be opened.
+        """
         assert not self.runs, f"{self.name} runs already"
-        # `forward`: the supervisor passes the signals that it gets on to the command, and waits for the command to end.
+        # With `forward`, the supervisor passes its signals on to the command, and waits for the command to end.
         command = supervisor.supervised([*self._command, *arguments], forward=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_begin = log.tell()
-            # In a session of its own, the part does not get the SIGINT of Ctrl-C. Only `replay run` gets it, and stops
-            # its parts in order.
+            # `start_new_session` keeps the SIGINT of Ctrl-C away from the part. Only `replay run` gets this signal, and
+            # it stops its parts in order.
             self._process = subprocess.Popen(
                 command,
                 stdin=DEVNULL,
@@ -84,7 +87,7 @@ class Part:
         self.status = None
 
     def poll(self) -> bool:
-        """True if the process has ended since it was started or polled last."""
+        """Check if the process has ended. If so, set `status` and return True, once for each start."""
         if self._process is None:
             return False
         status = self._process.poll()
@@ -96,19 +99,19 @@ class Part:
         return True
 
     def signal(self, number: int) -> None:
-        """Tell the command to end by a signal, if it runs."""
+        """Tell the command to end, by the signal `number`. Does nothing if the command does not run."""
         if self._process is not None:
             self.is_stopping = True
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the command with all its descendants at once, if it runs. `poll` then returns True."""
+        """Kill the command with all its descendants at once, if it runs. The next `poll` then returns True."""
         if self._process is not None:
             supervisor.kill_all_below(self._process.pid)
             self._process.wait()
 
     def output(self) -> str:
-        """The output of the command since its last start. Of a long output, only the last MOST_READ bytes."""
+        """The output of the command since its last start. If it is longer than MOST_READ bytes, only the end of it."""
         try:
             with self.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -118,7 +121,7 @@ class Part:
             return ""
 
     def last_words(self) -> str:
-        """The last line of `output` that is not empty, or a phrase if there is none."""
+        """The last line of `output` that is not empty; "it wrote nothing" if there is no such line."""
         lines = [line.strip() for line in self.output().splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
 

@@ -26,13 +26,14 @@ from replay_protos.words import counted
 
 _COMMAND = (sys.executable, "-m", "replay_cli")
 _GPU_SHARE = 0.9
-"""The share of a GPU's memory that vLLM takes by default."""
+"""The share of a GPU's memory that all engines on it take together. It is also the share that vLLM takes by default."""
 _BESIDE_TRAINER = 0.45
 """The share of a GPU's memory that all engines on it take together, if the trainer uses the GPU too."""
-_LONG = str(7 * 24 * 3600)
-"""Seconds that torchrun gives its ranks to end: a week, because `replay run` itself decides how long to wait."""
+_TORCHRUN_PATIENCE = str(7 * 24 * 3600)
+"""Seconds that torchrun gives its ranks to end. It is a week, because `replay run` itself decides how long to wait."""
 SERVER_PATIENCE = "600"
-"""Seconds that a generator waits for a server that is away: the runner starts it again, and it has to read its data."""
+"""Seconds that a generator waits for a server that is away. It is long, because the runner starts a dead server again,
+and the server then has to read its data."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class PartPlan:
     name: str
     """server, trainer or generator; several generators are generator-1, generator-2, ..."""
     command: tuple[str, ...]
-    """The command line without the address. The runner sets REPLAY_ADDRESS, or appends `--listen` for the server."""
+    """The command line without the address of the server. The runner appends `--listen` to the command of the server.
+    For the other parts, it sets REPLAY_ADDRESS."""
     environment: Mapping[str, str]
     """The variables of the process besides those of the shell."""
 
@@ -50,11 +52,12 @@ class PartPlan:
 def environment_of(part: PartPlan, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a part: the variables of the shell, and the part's own.
 
-    Variables REPLAY_* of the shell are left out, because they are for other servers.
+    Variables REPLAY_* of the shell are left out, because they are for other servers. Variables with which this process
+    has quieted libraries are left out, because each part decides for itself which libraries it quiets. For example, the
+    server does not quiet gRPC, which reports failed connections.
     """
     inherited = {}
     for name, value in environ.items():
-        # Each part decides for itself which libraries it quiets: only in the server, gRPC reports failed connections.
         if not name.startswith("REPLAY_") and name not in quiet.QUIETED:
             inherited[name] = value
     return inherited | dict(part.environment)
@@ -108,8 +111,8 @@ class RunPlan:
 def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mapping[str, str]) -> RunPlan:
     """The plan of the run in a file. `sets`: texts NAME=VALUE; `environ`: the environment of the shell.
 
-    Starts no process but nvidia-smi, and writes nothing. Raises a ValueError of one line that names file, section and
-    field.
+    `recipe`: the name of a recipe, or None. Starts no process but nvidia-smi, and writes nothing. Raises a ValueError
+    of one line that names file, section and field.
     """
     run = read_run_file(path, sets, recipe)
     gpus = Gpus(environ)
@@ -117,8 +120,8 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
     train_gpus = _gpus_of_section(run, gpus, "train", run.train_gpus)
     engine_gpus = _gpus_of_engine(run)
     processes = _processes(run, generate_gpus, engine_gpus)
-    engines = _gpus_of_generators(generate_gpus, processes, engine_gpus)  # for each generator, its GPUs or None
-    shares = _memory_shares(run, gpus, engines, train_gpus, engine_gpus)
+    gpus_of_generators = _gpus_of_generators(generate_gpus, processes, engine_gpus)
+    shares = _memory_shares(run, gpus, gpus_of_generators, train_gpus, engine_gpus)
     ranks = 1 if train_gpus is None else len(train_gpus)
     _check_ranks(run, ranks)
 
@@ -128,25 +131,26 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
         config / "train.toml": tomli_w.dumps(run.train),
     }
     client_config = None
-    replay: tuple[str, ...] = ("-m", "replay_cli")  # the arguments before the name of a command that is a client
+    # The arguments of Python before the name of a command that is a client of the server, such as `train`.
+    client_arguments: tuple[str, ...] = ("-m", "replay_cli")
     if run.client:
         client_config = config / "client.toml"
         files[client_config] = tomli_w.dumps(run.client)
-        replay = (*replay, "--client-config", str(client_config))
+        client_arguments = (*client_arguments, "--client-config", str(client_config))
 
     generators = []
     metrics = []
     command: tuple[str, ...]
-    for index, engine in enumerate(engines):
-        ending = "" if processes == 1 else f"-{index + 1}"
-        file = config / f"generate{ending}.toml"
+    for index, own_gpus in enumerate(gpus_of_generators):
+        suffix = "" if processes == 1 else f"-{index + 1}"
+        file = config / f"generate{suffix}.toml"
         metrics_file = run.output_dir / f"generator-{index + 1}.jsonl"
         metrics.append(metrics_file)
         files[file] = tomli_w.dumps(_settings_of_generator(run, index, metrics_file, shares[index]))
-        command = (sys.executable, *replay, "--timeout", SERVER_PATIENCE, "generate", "--config", str(file))
+        command = (sys.executable, *client_arguments, "--timeout", SERVER_PATIENCE, "generate", "--config", str(file))
         # Without GPUs of its own, the generator sees those that the shell sees.
-        environment = {} if engine is None else gpus.environment(engine)
-        generators.append(PartPlan(f"generator{ending}", command, environment))
+        environment = {} if own_gpus is None else gpus.environment(own_gpus)
+        generators.append(PartPlan(f"generator{suffix}", command, environment))
 
     environment = {} if train_gpus is None else gpus.environment(train_gpus)
     launcher: tuple[str, ...] = ()
@@ -154,8 +158,8 @@ def read_run(path: Path, sets: Sequence[str], recipe: str | None, environ: Mappi
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
         # By default, after a signal, torchrun kills its ranks after 30 s, perhaps in the middle of a checkpoint. Before
         # torch 2.12 that time cannot be changed.
-        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = _LONG
-    command = (sys.executable, *launcher, *replay, "train", "--config", str(config / "train.toml"))
+        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = _TORCHRUN_PATIENCE
+    command = (sys.executable, *launcher, *client_arguments, "train", "--config", str(config / "train.toml"))
     return RunPlan(
         source=path,
         output_dir=run.output_dir,
@@ -189,13 +193,15 @@ def _about(run: RunFile, generators: Sequence[PartPlan], ranks: int) -> dict[str
 
 
 def _settings_of_generator(run: RunFile, index: int, metrics: Path, share: float | None) -> Settings:
-    """The contents of the file of one generator. `share`: the part of a GPU's memory for vLLM; None: its default.
+    """The contents of the file of one generator.
 
-    With the same seed, two generators would complete the same prompts in the same order, with the same random numbers.
-    So each generator has a seed of its own. With a `prompts_table`, all share the order of the first generator.
+    `share`: the share of its GPUs' memory that vLLM may take; None: vLLM's default. With the same seed, two generators
+    would complete the same prompts in the same order, with the same random numbers. So each generator has a seed of its
+    own. With a `prompts_table`, all share the order of the first generator.
     """
     settings = run.generate | {"seed": run.seed + index, "metrics_path": str(metrics)}
-    if share is not None:  # an argument of the person overrides the share
+    if share is not None:
+        # If the person has set gpu_memory_utilization, that value replaces the share.
         settings["engine_arg"] = {"gpu_memory_utilization": share, **run.engine_args}
     return settings
 
@@ -276,8 +282,8 @@ def _count_of_processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) 
     needed = run.processes * engine_gpus
     if needed == len(gpus):
         return run.processes
-    # With shared_gpus, engines may share GPUs: the GPUs are divided into groups of `engine_gpus`, and each group has
-    # the same number of engines.
+    # With shared_gpus, engines may share GPUs. Then the GPUs are divided into groups of `engine_gpus`, and each group
+    # has the same number of engines.
     divides_evenly = needed % len(gpus) == 0 and len(gpus) % engine_gpus == 0
     if run.shared_gpus and divides_evenly:
         return run.processes
@@ -285,7 +291,7 @@ def _count_of_processes(run: RunFile, gpus: list[str] | None, engine_gpus: int) 
 
 
 def _gpus_of_generators(gpus: list[str] | None, processes: int, engine_gpus: int) -> list[list[str] | None]:
-    """The GPUs of each generator; None: the GPUs of the shell."""
+    """The GPUs of each generator. None for a generator: it has no GPUs of its own, and sees those of the shell."""
     if gpus is None:
         return [None] * processes
     # If there are more generators than groups of GPUs, several generators share a group.
@@ -296,14 +302,14 @@ def _gpus_of_generators(gpus: list[str] | None, processes: int, engine_gpus: int
 def _memory_shares(
     run: RunFile,
     gpus: Gpus,
-    engines: Sequence[list[str] | None],
+    gpus_of_generators: Sequence[list[str] | None],
     train_gpus: list[str] | None,
     engine_gpus: int,
 ) -> list[float | None]:
-    """The share of the memory of its GPUs that the vLLM of each generator may take; None: vLLM's default.
+    """For each generator, the share of its GPUs' memory that vLLM may take; None: vLLM's default.
 
-    `engines`: the GPUs of each generator; None: [generate] has no `gpus`. `train_gpus`: likewise for the trainer.
-    `engine_gpus`: the number of GPUs of one engine.
+    `gpus_of_generators`: the GPUs of each generator; None for all if [generate] has no `gpus`. `train_gpus`: the GPUs
+    of the trainer; None: [train] has no `gpus`. `engine_gpus`: the number of GPUs of one engine.
 
     A section without `gpus` uses the first GPUs that it sees. Raises ValueError if trainer and generators use the same
     GPU without `shared_gpus`. Engines of transformers without `gpus` may share a GPU with the trainer, because they
@@ -312,20 +318,21 @@ def _memory_shares(
     trained_on = set(train_gpus or ())
     if train_gpus is None and run.trainer.device == "auto":
         trained_on = set(gpus.visible[:1])
-    gpus_of_engines = [set(names or ()) for names in engines]
-    if engines[0] is None and run.engine == "vllm":  # if one entry is None, all are
+    gpus_of_engines = [set(names or ()) for names in gpus_of_generators]
+    generate_gpus = gpus_of_generators[0]  # None if [generate] has no `gpus`
+    if generate_gpus is None and run.engine == "vllm":
         first_gpus = gpus.visible[:engine_gpus]
-        gpus_of_engines = [set(first_gpus) for _ in engines]
+        gpus_of_engines = [set(first_gpus) for _ in gpus_of_generators]
     if not run.shared_gpus:
-        _check_apart(run, trained_on, gpus_of_engines, engines[0], train_gpus)
+        _check_apart(run, trained_on, gpus_of_engines, generate_gpus, train_gpus)
     if run.engine != "vllm":
-        return [None for _ in engines]
-    engines_on: Counter[str] = Counter()  # the number of engines on each GPU, by its name
+        return [None for _ in gpus_of_generators]
+    engines_by_gpu: Counter[str] = Counter()  # name of a GPU -> the number of engines on it
     for names in gpus_of_engines:
-        engines_on.update(names)
+        engines_by_gpu.update(names)
     shares: list[float | None] = []
     for names in gpus_of_engines:
-        most_engines = max((engines_on[name] for name in names), default=0)  # 0: no GPU is visible
+        most_engines = max((engines_by_gpu[name] for name in names), default=0)  # 0: no GPU is visible
         is_beside_trainer = not names.isdisjoint(trained_on)
         if is_beside_trainer:
             shares.append(round(_BESIDE_TRAINER / most_engines, 3))
@@ -345,7 +352,8 @@ def _check_apart(
 ) -> None:
     """Raises ValueError if the trainer and a generator use the same GPU.
 
-    `generate_gpus`, `train_gpus`: the GPUs that the sections name; None: the section names no GPUs.
+    `trained_on`, `gpus_of_engines`: the GPUs that the trainer and each engine use. `generate_gpus`, `train_gpus`: the
+    GPUs that the two sections name; None: the section names no GPUs.
     """
     generated_on: set[str] = set()
     for names in gpus_of_engines:
@@ -389,17 +397,16 @@ def check_deeply(plan: RunPlan) -> None:
                     raise ValueError(_message_of(plan, part, errors.read_text(errors="replace"), copies))
         finally:
             for _, process, _ in checks:
-                process.terminate()  # the supervisor ends the check with all its descendants
+                process.terminate()  # the process is a supervisor, which ends the check with all its descendants
                 process.wait()
 
 
 def _start_check(part: PartPlan, copies: Mapping[str, str], errors: Path) -> subprocess.Popen[bytes]:
     """Starts the check of a part.
 
-    `copies`: the path of the copy of each file of the plan, by the path of the file. `errors`: the file for standard
-    error.
+    `copies`: path of a file of the plan -> path of its copy. `errors`: the file for standard error.
     """
-    # Only the arguments behind `replay_cli` stay. Without torchrun, one process checks for all ranks.
+    # Only the arguments behind `replay_cli` stay. So torchrun is left out, and one process checks for all ranks.
     begin = part.command.index("replay_cli") + 1
     arguments = [copies.get(argument, argument) for argument in part.command[begin:]]
     command = [*_COMMAND, *arguments, "--check"]
@@ -415,7 +422,7 @@ def _start_check(part: PartPlan, copies: Mapping[str, str], errors: Path) -> sub
 
 
 _SECTIONS = {"server": "serve", "trainer": "train"}
-"""The section of the run file for a part, by the name of the part. Parts that are not named here are generators."""
+"""Name of a part -> its section in the run file. Parts that are not named here are generators."""
 
 
 def _message_of(plan: RunPlan, part: PartPlan, errors: str, copies: Mapping[str, str]) -> str:
@@ -424,7 +431,8 @@ def _message_of(plan: RunPlan, part: PartPlan, errors: str, copies: Mapping[str,
     `errors`: the standard error of the check. `copies`: as for `_start_check`.
     """
     lines = errors.splitlines()
-    our_lines = [line for line in lines if line.startswith("replay: ")]  # the others are of libraries, or a traceback
+    # All other lines come from libraries or from a traceback.
+    our_lines = [line for line in lines if line.startswith("replay: ")]
     if our_lines:
         lines = our_lines
     message = lines[-1].removeprefix("replay: ") if lines else "its check failed without a word"

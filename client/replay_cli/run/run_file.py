@@ -1,8 +1,8 @@
 """Reads the file of a run: the settings of server, generators and trainer, checked together before anything starts.
 
 A recipe has some of the settings of such a file. Each section is checked by the settings classes of its command. A
-setting that follows from another section is derived. If a person writes a derived setting (`_DERIVED`), it is refused:
-written in two sections, the values could disagree.
+setting that follows from another section is derived. If a person writes a derived setting (`_DERIVED`), it is refused,
+because its value could disagree with that section.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ Settings = dict[str, Any]
 """Settings by name, as in a TOML file."""
 
 SECTIONS = ("generate", "train", "serve", "client")
-_OWN = ("model", "output_dir", "shared_gpus")
+_TOP_SETTINGS = ("model", "output_dir", "shared_gpus")
 """The settings that stand above all sections."""
 LISTEN = "127.0.0.1:0"
 """The address of the server, if [serve.server] has none."""
 _MAX_STALENESS = 2
-"""The max_staleness of [serve.admission], if the file has none. With 2, neither trainer nor generators wait long."""
+"""The max_staleness of [serve.admission], if the file has none. With 2, neither the trainer nor the generators wait
+long for each other."""
 QUEUED_STEPS = 4
 """The usual queue holds the fresh groups of this many steps."""
 _POOLED_STEPS = 32
@@ -74,7 +75,8 @@ _DERIVED: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class RunFile:
-    """The settings of a run, checked. With the settings of a section, a person could start its command by hand."""
+    """The settings of a run, checked. With the settings of a section, a person could start the section's command by
+    hand."""
 
     path: Path
     model: str
@@ -89,9 +91,8 @@ class RunFile:
     train_gpus: object
     """The setting `gpus` of [train]."""
     generate: Settings
-    """The section [generate], with the settings that are derived.
-
-    The plan gives each generator its own seed and metrics_path."""
+    """The section [generate], with the settings that are derived. The plan gives each generator its own seed and
+    metrics_path."""
     train: Settings
     """The section [train], with the settings that are derived."""
     serve: Settings
@@ -113,7 +114,7 @@ class RunFile:
 
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Puts `place` before the message of a ValueError, and names settings as the run file does."""
+    """Inside the block, puts `place` before the message of a ValueError, and names settings as the run file does."""
     try:
         yield
     except ValueError as error:
@@ -121,9 +122,9 @@ def naming(place: str) -> Iterator[None]:
 
 
 def placed(place: str, message: str) -> str:
-    """`message` about settings of a section, with `place` before it: the file and `[section]`.
+    """`message`, which is about settings of a section, with `place` before it. `place`: the file and `[section]`.
 
-    If the message is about a section inside the section, both are joined: `[train.lora]`.
+    If the message begins with the name of a section inside the section, both names are joined, as in `[train.lora]`.
     """
     message = as_fields(message)
     if message.startswith("[") and place.endswith("]"):
@@ -137,7 +138,7 @@ def as_fields(message: str) -> str:
 
 
 def _as_field(match: re.Match[str]) -> str:
-    """The name of a matched option, with underscores."""
+    """The name of a matched option as that of a field, with underscores and without `--`."""
     return match[1].replace("-", "_")
 
 
@@ -170,27 +171,27 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
 
     settings["train"] |= {"model": model, "output_dir": str(output_dir / "train"), "resume": True}
     with naming(f"{path}: [train]"):
-        named, options = _parsed(train.train, train.SETTINGS, settings["train"])
+        train_options, train_settings = _parse(train.train, train.SETTINGS, settings["train"])
         # `output_dir` is an option of the command itself, and no setting. `replay train` adds it to the settings too.
-        options |= {"output_dir": str(output_dir / "train")}
-        trainer = train.check_options(options, named).config
+        train_settings["output_dir"] = str(output_dir / "train")
+        trainer = train.check_options(train_settings, train_options).config
     generate_section = settings["generate"] | _weights_settings(trainer, output_dir, settings["generate"])
     generate_section["model"] = model
-    if "tables" not in settings["serve"]:  # the usual queue has the name that the trainer asks for
+    if "tables" not in settings["serve"]:
+        # The server gets the usual tables, whose queue is the rollouts_table of the trainer.
         generate_section.setdefault("tables", [trainer.rollouts_table])
     _store_partial_groups(generate_section, settings["serve"])  # changes `generate_section`
     with naming(f"{path}: [generate]"):
-        # From here on, `named` has the values of the options of `replay generate`.
-        named, options = _parsed(generate.generate, generate.SETTINGS, generate_section)
-        generator = generate.check_options(options, named)
-        engine_args = generate.engine_args(named["engine_arg"])
+        generate_options, generate_settings = _parse(generate.generate, generate.SETTINGS, generate_section)
+        generator = generate.check_options(generate_settings, generate_options)
+        engine_args = generate.engine_args(generate_options["engine_arg"])
     if generator.group_size == 1 and trainer.teacher is None:
         remedy = "make it 2 or more, or let [train] have a teacher (teacher_weight)"
         raise ValueError(f"{path}: [generate] group_size 1: {OF_ONE}: {remedy}")
     reason = why_scaled_again(trainer.scale_rewards, generator.advantages)
     if reason:  # trainer and generator would both compute advantages
         raise ValueError(f"{path}: [train] scale_rewards: {reason}")
-    serve = _served(path, settings["serve"], trainer, generator, output_dir)
+    serve = _server_settings(path, settings["serve"], trainer, generator, output_dir)
     server = _config_of(path, serve)
     _check_tables(path, server, trainer, generator)
     _check_client(path, settings["client"], server)
@@ -209,9 +210,9 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
         generator=generator,
         trainer=trainer,
         server=server,
-        engine=named["engine"],
+        engine=generate_options["engine"],
         engine_args=engine_args,
-        seed=named["seed"],
+        seed=generate_options["seed"],
     )
 
 
@@ -277,11 +278,12 @@ def _has_null(value: object) -> bool:
 
 
 def _check_names(path: Path, contents: Mapping[str, Any]) -> None:
-    """Raises ValueError for an unknown name above the sections or in [client], and for a value of the wrong kind.
+    """Raises ValueError for an unknown name above the sections or in [client], for a section that is written as a
+    single value, and for a value of the wrong type in [client].
 
     The names in the other sections are checked later.
     """
-    known = (*_OWN, *SECTIONS)
+    known = (*_TOP_SETTINGS, *SECTIONS)
     for name, value in contents.items():
         if name not in known:
             raise ValueError(f"{path}: {unknown_name(name, known)}")
@@ -310,23 +312,24 @@ def _text_at_top(path: Path, contents: Mapping[str, Any], name: str) -> str:
 def _above_recipe(settings: Mapping[str, Settings], name: str) -> dict[str, Settings]:
     """The settings of a person by section, completed by those settings of a recipe that are not derived.
 
-    If both have a setting, that of the person counts.
+    If both have a setting, that of the person counts. `name`: the name of the recipe.
     """
     recipe = recipe_of(name)
-    recipe["serve"].get("admission", {}).pop("fresh_groups_per_step", None)  # follows from [train], see `_admission_of`
+    # This setting follows from [train]: see `_admission_of`.
+    recipe["serve"].get("admission", {}).pop("fresh_groups_per_step", None)
     for section, reasons in _DERIVED.items():
         for field in reasons:
             recipe.get(section, {}).pop(field, None)
     return {section: changed(recipe.get(section, {}), own) for section, own in settings.items()}
 
 
-def _parsed(command: Callable[..., Any], settings: CommandSettings, section: Settings) -> tuple[Settings, Settings]:
+def _parse(command: Callable[..., Any], settings: CommandSettings, section: Settings) -> tuple[Settings, Settings]:
     """Parses `section` as if it were the command's file of --config.
 
     Returns the values of the command's own options, and its settings by name. Raises ValueError.
     """
     commands = Commands("One command.")
-    commands.add(command, lambda: None)  # a second command, which nobody calls: typer makes no group of a single one
+    commands.add(command, lambda: None)  # with a second command, because typer makes no group of a single command
     click_command = typer.main.get_command(commands).commands[command.__name__]  # type: ignore[attr-defined]
     context = click_command.context_class(click_command, info_name=command.__name__)
     settings.keep(context, section)  # stores `section` in the context, as the option --config stores its file
@@ -371,8 +374,13 @@ def _store_partial_groups(section: Settings, serve: Settings) -> None:
         del section["partial_groups_table"]
 
 
-def _served(path: Path, own: Settings, trainer: GRPOConfig, generator: GeneratorConfig, output_dir: Path) -> Settings:
-    """The settings of the server. `own`: the settings of the person. The others are derived. Raises ValueError."""
+def _server_settings(
+    path: Path, own: Settings, trainer: GRPOConfig, generator: GeneratorConfig, output_dir: Path
+) -> Settings:
+    """The settings of the server: those of the person, and derived ones. `own`: the section [serve] of the person.
+
+    Raises ValueError for a setting that must be a section and is none, or that does not fit the trainer.
+    """
     for name, kind in {"server": dict, "admission": dict, "tables": list}.items():
         if name in own and not isinstance(own[name], kind):
             brackets = "[[serve.tables]]" if name == "tables" else f"[serve.{name}]"
@@ -392,11 +400,13 @@ def _admission_of(path: Path, own: Settings, trainer: GRPOConfig, generator: Gen
         # With dynamic batches, a step may draw several batches of fresh groups.
         draws = trainer.max_dynamic_batches if trainer.zero_variance == "dynamic" else 1
         admission["fresh_groups_per_step"] = fresh * draws
-    elif trainer.zero_variance != "dynamic":  # a step draws one batch, so there is nothing to decide
+    elif trainer.zero_variance != "dynamic":
+        # A step draws one batch, so there is nothing to decide.
         groups = counted(fresh, "fresh group")
         raise ValueError(f"{place}: leave it out: it follows from [train], whose steps take {groups}")
     elif isinstance(admission["fresh_groups_per_step"], int):  # `_config_of` refuses other types
-        with naming(f"{place}:"):  # raises ValueError for a number that is too small for a step of the trainer
+        with naming(f"{place}:"):
+            # Raises ValueError if the number is too small for a step of the trainer.
             trainer.check_admission(admission["fresh_groups_per_step"])
     # The groups in these tables are not finished, so they hold permits.
     unfinished = [name for name in (generator.partial_groups_table, generator.unscored_table) if name is not None]
@@ -417,10 +427,10 @@ def _usual_tables(trainer: GRPOConfig, generator: GeneratorConfig) -> list[Setti
     pool |= {"name": trainer.replay_table, "max_size": _POOLED_STEPS * trainer.groups_per_step}
     tables = [queue, pool]
     if generator.prompts_table is not None:
-        order = {"sampler": "fifo", "max_times_sampled": 1}
+        sampling = {"sampler": "fifo", "max_times_sampled": 1}
         if generator.prompts_mode == "curriculum":  # a prompt is drawn again and again, by its priority
-            order = {"sampler": "prioritized"}
-        tables.append({"name": generator.prompts_table, **order})
+            sampling = {"sampler": "prioritized"}
+        tables.append({"name": generator.prompts_table, **sampling})
     return tables
 
 
@@ -438,14 +448,14 @@ def _config_of(path: Path, serve: Settings) -> Config:
 def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: GeneratorConfig) -> None:
     """Raises ValueError if a part names a table that the server lacks, or if no group would reach the trainer."""
     tables = {table.name: table for table in server.tables}
-    # The settings that name a table, each as its section, its name, and the table.
-    named = [("train", name, getattr(trainer, name)) for name in ("rollouts_table", "replay_table")]
-    named += [("generate", "tables", table) for table in generator.tables]
-    for name in ("prompts_table", "partial_groups_table", "unscored_table"):
-        table = getattr(generator, name)
+    # (section, field, table) for each setting that names a table.
+    table_settings = [("train", field, getattr(trainer, field)) for field in ("rollouts_table", "replay_table")]
+    table_settings += [("generate", "tables", table) for table in generator.tables]
+    for field in ("prompts_table", "partial_groups_table", "unscored_table"):
+        table = getattr(generator, field)
         if table is not None:
-            named.append(("generate", name, table))
-    for section, field, table in named:
+            table_settings.append(("generate", field, table))
+    for section, field, table in table_settings:
         if table not in tables:
             raise ValueError(f"{path}: [{section}] {field}: in [[serve.tables]] {unknown_name(table, tables)}")
     reached: set[str] = set()
@@ -459,7 +469,7 @@ def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: Ge
 
 
 def _passed_tables(first: str, tables: Mapping[str, TableConfig]) -> Iterator[str]:
-    """The names of the tables that a group passes after its insert into `first`."""
+    """The names of the tables that a group passes after its insert into the table `first`, beginning with `first`."""
     name: str | None = first
     while name is not None:
         yield name

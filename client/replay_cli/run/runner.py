@@ -1,7 +1,8 @@
 """Runner: starts the parts of a run, starts a part again if it dies, and stops all parts in order.
 
-    server ──▶ trainer ─┐                          stop:  generators ──▶ trainer, after its step ──▶ server
-           └─▶ generators ┴─▶ ... ──▶ last step ──────────▶ generators ──▶ server
+    start:                 server ──▶ generators and trainer
+    after the last step:   stop the generators ──▶ stop the server
+    at a signal:           stop the generators ──▶ stop the trainer, after its step ──▶ stop the server
 
 The runner is a plain loop on the main thread, which polls its parts a few times a second. A signal only sets a flag. So
 no exception interrupts the start of a part.
@@ -48,7 +49,7 @@ class RunError(Exception):
 
 
 class RunStopped(Exception):
-    """A signal asked for the end. All parts have ended, or are about to."""
+    """A signal asked for the end of the run. `Runner.run` raises this after it has stopped all parts."""
 
 
 @dataclass
@@ -84,8 +85,9 @@ class Runner:
         preparing: Part | None = None,
     ) -> None:
         """`environ`: the environment of the shell, of which the parts get most (`environment_of`). `show`: called with
-        the state of the run a few times a second. `signals`: the first stops the run, the second hurries, the third
-        kills. `preparing`: a part that makes what the trainer begins with; the trainer starts when the part has ended.
+        the state of the run a few times a second. `signals`: the first signal stops the run, the second hurries the
+        parts, and the third kills them. `preparing`: a part that makes what the trainer begins with. The trainer starts
+        when this part has ended.
         """
         self.plan = plan
         self.signals = signals
@@ -103,15 +105,16 @@ class Runner:
         self._deaths = {part.name: Deaths() for part in self.status.parts}
         self._watch = ServerWatch(plan)
         self._other_children: set[int] = set()
-        """Children of this process that are left alone: they are older than the run, or could not be killed."""
+        """Children of this process that are left alone, because they are older than the run, or could not be killed."""
 
-    def _part(self, plan: PartPlan, environ: Mapping[str, str]) -> Part:
-        """The part of a plan. Its output goes into `logs/NAME.log`."""
-        environment = environment_of(plan, environ) | {"PYTHONUNBUFFERED": "1", IN_A_RUN: str(os.getpid())}
-        return Part(plan.name, plan.command, environment, self.plan.output_dir / "logs" / f"{plan.name}.log")
+    def _part(self, part_plan: PartPlan, environ: Mapping[str, str]) -> Part:
+        """Makes a part from its plan. The output of the part goes into `logs/NAME.log`."""
+        environment = environment_of(part_plan, environ) | {"PYTHONUNBUFFERED": "1", IN_A_RUN: str(os.getpid())}
+        log = self.plan.output_dir / "logs" / f"{part_plan.name}.log"
+        return Part(part_plan.name, part_plan.command, environment, log)
 
     def run(self) -> str:
-        """Run until the trainer has made its last step. Returns "", or the reason if the run ends earlier.
+        """Run until the trainer has made its last step. Returns "", or the reason why the run has ended earlier.
 
         Raises RunError if a part fails for good, and RunStopped if a signal asked for the end. No part runs afterwards.
         """
@@ -136,8 +139,8 @@ class Runner:
         finally:
             self._watch.close()
             self._kill_all()
-            # This process may live on after the run. As the parent of orphans, it would have to reap all of them.
-            supervisor.adopt_orphans(False)
+            # This process may live on after the run. If it still adopted orphans, it would have to reap them all.
+            supervisor.adopt_orphans(adopt=False)
 
     # ------------------------------------------------------------------------------------------------------- start
 
@@ -153,7 +156,7 @@ class Runner:
         self.status.say("starting the server")
         self.server.start("--listen", self.plan.listen)
         deadline = time.monotonic() + LISTEN_SECONDS
-        address = self._announced()
+        address = self._announced_address()
         while not address:
             self._pause()
             if self.server.poll():
@@ -162,13 +165,13 @@ class Runner:
                 raise RunError(
                     f"the server does not listen after {LISTEN_SECONDS:.0f} s (all of its output: {self.server.log})"
                 )
-            address = self._announced()
+            address = self._announced_address()
         self.address = address
         self.status.address = address
         self.status.note(f"look inside: replay --address {address} dashboard --runs {self.plan.output_dir}")
 
-    def _announced(self) -> str:
-        """The address in the server's line; empty: the whole line has not come yet."""
+    def _announced_address(self) -> str:
+        """The address in the line that the server prints once it answers; empty: the whole line has not come yet."""
         for line in self.server.output().splitlines(keepends=True):
             if line.startswith(_LISTENING) and line.endswith("\n"):
                 return line.removeprefix(_LISTENING).strip()
@@ -205,7 +208,7 @@ class Runner:
                     return reason
 
     def _check_part(self, part: Part) -> None:
-        """Note the end of a part or, after a pause, start a part again that has died."""
+        """Handle the end of a part, if it has just ended. If it has died earlier, start it again after the pause."""
         if part.poll():
             self._note_end(part)
             return
@@ -217,7 +220,8 @@ class Runner:
         """Start a part that has died. A start that fails counts as a death."""
         try:
             self._start(part)
-        except OSError as error:  # memory, processes or room for the log are used up, perhaps only for a while
+        except OSError as error:
+            # The machine has no memory, processes or room for the log left, perhaps only for a while.
             deaths = self._deaths[part.name]
             deaths.add(self.status.step)
             if deaths.count >= MOST_DEATHS:
@@ -239,7 +243,8 @@ class Runner:
     def _raise_failed(self, part: Part) -> None:
         """Raise RunError for a part that has ended for good."""
         times = ""
-        # A part with fewer starts is the preparation, or a server that died before it listened. Neither starts again.
+        # A part with fewer starts is the preparation, or a server that died before it listened. Neither is started a
+        # second time, so the number of deaths says nothing.
         if part.starts >= MOST_DEATHS:
             times = f", {MOST_DEATHS} times without a new step between"
         raise RunError(f"the {part.name} {part.ending()}{times}: {part.last_words()} (all of its output: {part.log})")
@@ -292,7 +297,7 @@ class Runner:
                     part.kill()
             running = [part for part in running if not part.poll()]
             if self.server not in parts and not self._ensure_server():
-                # `now` grows, so the minimum is the limit that was set when the server was first found gone.
+                # Later passes of this loop do not extend the limit, because `now` grows and the minimum stays.
                 patience = min(patience, now - begin + _LOST_SERVER_SECONDS)
             self.status.read(self._watch.failure)
             self._show(self.status)
@@ -300,7 +305,8 @@ class Runner:
                 time.sleep(LOOK_SECONDS)
 
     def _ensure_server(self) -> bool:
-        """Start the server again if it has died: a trainer that stops still tells it which groups it has trained on.
+        """Start the server again if it has died, because a trainer that stops still tells the server which groups it
+        has trained on.
 
         Returns False if the server has never started, or is gone for good. Raises nothing, so that the other parts end
         in order.
@@ -325,23 +331,26 @@ class Runner:
         """Kill all parts that still run, with all their descendants."""
         for part in self.status.parts:
             part.kill()
-        self._kill_orphans(all_of_them=True)
+        self._kill_orphans(including_parts=True)
 
-    def _kill_orphans(self, all_of_them: bool = False) -> None:
+    def _kill_orphans(self, including_parts: bool = False) -> None:
         """Kill the processes that a killed supervisor has left behind. This process is their parent now.
 
-        Does not kill the processes of the parts, unless `all_of_them`.
+        Does not kill the processes of the parts, unless `including_parts`.
         """
-        known = set(self._other_children)
-        if not all_of_them:
-            known.update(part.pid for part in self.status.parts if part.pid is not None)
+        spared = set(self._other_children)
+        if not including_parts:
+            spared.update(part.pid for part in self.status.parts if part.pid is not None)
         for child in supervisor.children_of(os.getpid()):
-            if child not in known:
+            if child not in spared:
                 supervisor.kill_all_below(child)
                 self._reap(child)
 
     def _reap(self, child: int) -> None:
-        """Wait for a killed process. A process of another user, or one that hangs in the kernel, may not end."""
+        """Wait up to ORPHAN_SECONDS until a killed process has ended.
+
+        A process of another user, or one that hangs in the kernel, may not end. Such a process is left alone.
+        """
         deadline = time.monotonic() + ORPHAN_SECONDS
         while True:
             try:

@@ -20,7 +20,7 @@ EXAMINE_SECONDS = 30.0
 QUIET_SECONDS = 15.0
 """If all generators have ended, the run ends after at least this many seconds without a new step."""
 _QUIET_STEPS = 3
-"""The run also waits for this many durations of the last step: the trainer may be in the middle of a step."""
+"""The run also waits for this many durations of the last step, because the trainer may be in the middle of a step."""
 _ANSWER_SECONDS = 10.0
 """Seconds in which the server must answer a request."""
 
@@ -34,14 +34,14 @@ class ServerWatch:
         """The doctor's first failure, with its remedy; empty: the doctor found no failure."""
         self._plan = plan
         self._address = ""
-        self._deserted = ""
+        self._why_deserted = ""
         """The reason why no more groups come; empty: groups may still come."""
         self._waited = 0.0
         """Seconds for which the trainer has waited for groups, as the server reports it."""
         self._step = 0
         """The trainer's last step."""
         self._stepped_at = time.monotonic()
-        """The time at which that step was first seen."""
+        """The time at which the trainer's last step was first seen, by the monotonic clock."""
         self._ended = threading.Event()
 
     def start(self, address: str) -> None:
@@ -66,10 +66,10 @@ class ServerWatch:
         # Groups may still come, unless the trainer has waited long for groups, and has made no step for long.
         if self._waited < QUIET_SECONDS or now - self._stepped_at < quiet:
             return ""
-        return self._deserted
+        return self._why_deserted
 
     def _run(self) -> None:
-        """The thread: asks the server every WATCH_SECONDS and, less often, the doctor."""
+        """The work of the thread: asks the server every WATCH_SECONDS, and the doctor every EXAMINE_SECONDS."""
         examine_at = time.monotonic() + EXAMINE_SECONDS
         with self._connect() as client:
             while not self._ended.wait(WATCH_SECONDS):
@@ -85,7 +85,7 @@ class ServerWatch:
             environment={},
             address=self._address,
             client_config=None if config is None else str(config),
-            name="",  # the server does not count a client without a name among those that work for the run
+            name="",  # without a name, so that the server does not count this client among those that work for the run
         )
         return ReplayClient(access.address, _ANSWER_SECONDS, **access.arguments())
 
@@ -94,12 +94,15 @@ class ServerWatch:
         try:
             info = client.server_info()
         except ReplayError:
-            self._deserted = ""  # nothing is known, so the run goes on
+            self._why_deserted = ""  # nothing is known, so the run goes on
             return
-        self._deserted = why_deserted(info)
-        # The blocked requests at the table that the trainer draws from. The list has one entry, or none.
-        waits = [table.sampling for table in info.tables.values() if table.name == self._plan.rollouts_table]
-        self._waited = max((wait.seconds for wait in waits if wait.count), default=0.0)
+        self._why_deserted = why_deserted(info)
+        waited = 0.0
+        for table in info.tables.values():
+            blocked = table.sampling  # the requests for samples that wait at this table now
+            if table.name == self._plan.rollouts_table and blocked.count:
+                waited = blocked.seconds
+        self._waited = waited
 
     def _examine(self, client: ReplayClient) -> None:
         """Examines the server as `replay doctor` does, and sets `failure`."""

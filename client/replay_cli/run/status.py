@@ -21,7 +21,7 @@ class LastLine:
         """Reads nothing yet. The file need not exist."""
         self.path = path
         self.metrics: dict[str, Any] = {}
-        """The values of the line; empty: there is no line yet."""
+        """The values of the last line; empty: there is no line."""
         self._size = 0
         """The size of the file when it was read last, in bytes."""
 
@@ -37,15 +37,15 @@ class LastLine:
         except OSError:
             return  # the part has not made the file yet
         self._size = size
-        # The text after the last newline is an unfinished line. Perhaps there is no whole line: a resume removes the
-        # lines of some steps, or of all.
+        # The text after the last newline is an unfinished line, or empty. So the last whole line is the one before it.
         if len(lines) < 2 or not lines[-2]:
+            # There is no whole line. Perhaps a resume has removed the lines of all steps.
             self.metrics = {}
             return
         try:
             metrics = json.loads(lines[-2])
         except ValueError:
-            return  # a damaged line: the metrics of the line before it stay
+            return  # the line is damaged, so the metrics that were read before it stay
         self.metrics = metrics if isinstance(metrics, dict) else {}
 
 

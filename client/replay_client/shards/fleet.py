@@ -1,13 +1,13 @@
-"""Fleet: knows the servers of a client of several servers, watches which of them can be reached, and asks them.
+"""Fleet: the shards of one client. It watches which of them can be reached, and sends them requests.
 
-Each shard has a watcher that keeps its connection open, and notes when the connection is made and when it breaks. A
-question is sent to the shards that are up. If a shard goes away before it answers, the answers of the other shards
-count.
+A shard is one server of a client that has several servers. Each shard has a watcher. The watcher keeps the connection
+open, and notes when the connection is made and when it breaks. A request is sent to the shards that are up. If one of
+them goes away before it answers, the result has the answers of the others.
 
 A server can also hang while its connection is open, because its process is suspended or its memory is swapped out. So a
-caller that has waited LATE_SECONDS for an answer probes the shard (`doubt`): the probe asks for the policy, which every
-server can answer at once. A shard that does not answer the probe counts as away for all callers, and the client probes
-it in the background until it answers. It may still carry out the requests that were sent to it before.
+caller that has waited LATE_SECONDS for an answer probes the shard (`doubt`). The probe asks for the policy, because
+every server can answer this at once. A shard that leaves _PROBES probes unanswered counts as away for all callers, and
+the client probes it in the background until it answers. It may still carry out requests that were sent to it before.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ T = TypeVar("T")
 SECONDS_PER_LOOK = 5.0
 """Seconds between two requests to Ray for the list of shards."""
 _PROBES = 2
-"""The number of probes that a shard must leave unanswered to count as away. One is not enough, because this process
-itself may have been suspended during the first probe."""
+"""The number of successive probes that a shard must leave unanswered to count as away. One is not enough, because this
+process itself may have been suspended during the first probe."""
 _PROBE_SECONDS = 1.0
 """Seconds in which a shard must answer a probe."""
 _FIRST_LOOK = 2.0
-"""Seconds in which a server must accept the first connection. After that the server counts as gone until it accepts."""
+"""Seconds that a shard has to accept the first connection. Then it counts as away until it accepts one."""
 _LOOK_AGAIN = 0.5
-"""Seconds between two looks at the address and the connection of a server that is gone."""
+"""Seconds between two looks at the address and the connection of a shard that is away."""
 _RAY_SECONDS = 5.0
 """Seconds in which Ray must answer with the address of a shard."""
 _DRAINING_SECONDS = 30.0
@@ -63,7 +63,7 @@ class Shard(Connection):
     """One server of several. `name` decides which keys belong to it, and stays the same when the address changes."""
 
     def __init__(self, name: str, access: Access, timeout: float | None, names: RayNames | None) -> None:
-        """`names` finds the address in Ray. None: the address is in `access`."""
+        """`names` finds the addresses of shards in Ray. None: the address of this shard is in `access`."""
         super().__init__(access, timeout)
         self.name = name
         self.is_up = False
@@ -78,9 +78,9 @@ class Shard(Connection):
         it."""
         self._names = names
         self.has_address = names is None
-        """True if the address is known. At first, only Ray knows the address of an actor."""
+        """True if this client knows the address. It has to ask Ray for the address of an actor first."""
         self._running: set[asyncio.Task[Any]] = set()
-        """Requests under way. They are cancelled when the shard goes away."""
+        """The tasks of `run` that have not ended. They are cancelled when the shard goes away."""
         self._watching: asyncio.Task[None] | None = None
         """The task that watches the connection; None before `watch`."""
         self._doubting: asyncio.Task[None] | None = None
@@ -90,7 +90,7 @@ class Shard(Connection):
 
     @property
     def transport(self) -> Transport:
-        """As `Connection.transport`. Raises ServerUnavailableError too, while the address is not known."""
+        """As `Connection.transport`. Also raises ServerUnavailableError, while the address is not known."""
         if not self.has_address:
             raise ServerUnavailableError(f"shard {self.name} has no address yet")
         return super().transport
@@ -101,7 +101,10 @@ class Shard(Connection):
         return self.is_up and time.monotonic() >= self.draining_until
 
     def is_draining(self) -> None:
-        """Notes that the shard has refused a new item because it is draining. For a while, it gets no new item."""
+        """Notes that the shard has refused a new item because it is draining.
+
+        This client sends no new item to the shard for _DRAINING_SECONDS.
+        """
         self.draining_until = time.monotonic() + _DRAINING_SECONDS
 
     def watch(self) -> None:
@@ -110,9 +113,10 @@ class Shard(Connection):
             self._watching = asyncio.create_task(self._watch())
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Cancels `work` and raises ServerUnavailableError as soon as the shard counts as away.
+        """Awaits `work`, and returns its result. `work` is a request to this shard.
 
-        The caller can then go on without this shard. So do not pass work that has to wait until the shard is back.
+        Cancels `work` and raises ServerUnavailableError as soon as the shard counts as away, so that the caller can go
+        on without this shard. So do not pass work that has to wait until the shard is back.
         """
         task = asyncio.create_task(work)
         self._running.add(task)
@@ -121,14 +125,17 @@ class Shard(Connection):
                 await asyncio.wait({task})
         finally:
             self._running.discard(task)
-            task.cancel()  # does nothing unless the caller was cancelled
+            task.cancel()  # if the caller was cancelled; otherwise the task has ended, and this does nothing
         if task.cancelled():  # `_report` has cancelled the task
             raise ServerUnavailableError(f"the connection to shard {self.name} broke")
         return task.result()
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Probes the shard if the block lasts longer than LATE_SECONDS. The block waits for an answer of the shard."""
+        """Starts to probe the shard if the block lasts longer than LATE_SECONDS.
+
+        The block is a wait for an answer of the shard.
+        """
         timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self.doubt)
         try:
             yield
@@ -136,22 +143,22 @@ class Shard(Connection):
             timer.cancel()
 
     def doubt(self) -> None:
-        """Starts to probe the shard, on the running event loop, unless a probe is under way.
+        """Starts to probe the shard, on the running event loop, unless it is being probed.
 
-        A shard that does not answer counts as away until it answers.
+        A shard that does not answer the probes counts as away until it answers one.
         """
         if self._doubting is None or self._doubting.done():
             self._doubting = asyncio.create_task(self._doubt())
 
     async def answers(self) -> bool:
-        """Probes the shard as `doubt` does, and waits for the result. Returns True if the shard is up."""
+        """Probes the shard as `doubt` does, and waits until this has ended. Returns True if the shard is up then."""
         self.doubt()
         assert self._doubting is not None
         await asyncio.wait({self._doubting})
         return self.is_up
 
     async def ask(self, method: str, request: Message, timeout: float | None) -> Any:
-        """This shard's answer to one request. Raises as `run`."""
+        """Sends one request to this shard, and returns the answer. Raises the errors of `unary` and of `run`."""
         return await self.run(self.unary(method, request, timeout))
 
     async def close(self) -> None:
@@ -163,37 +170,39 @@ class Shard(Connection):
         await super().close()
 
     async def _watch(self) -> None:
-        """Keeps the connection open, and reports when it is made and when it breaks, as a task."""
+        """Keeps the connection open, and reports when it is made and when it breaks. Runs as a task until `close`."""
         first_look = Deadline(_FIRST_LOOK)
         while True:
             if not self.is_up and self._names is not None:  # Ray may have restarted the server at another address
                 await self._find(self._names)
             if not self.has_address:  # Ray does not know the server yet
                 await asyncio.sleep(_LOOK_AGAIN)
-                self._report(False)
+                self._report(is_up=False)
                 continue
             transport = self.transport
             state = transport.state()  # starts to connect if there is no connection
             if state is ChannelConnectivity.READY:
-                self._report(True)
-                await transport.changed(state)
+                self._report(is_up=True)
+                await transport.changed(state)  # until the connection breaks
                 continue
             if state is ChannelConnectivity.TRANSIENT_FAILURE:
-                self._report(False)
+                self._report(is_up=False)
             try:
                 async with asyncio.timeout(_LOOK_AGAIN):
                     await transport.changed(state)
             except TimeoutError:
-                # The connection is neither made nor refused, and counts as broken. The first attempt has more time.
+                # The connection is neither made nor refused. Such a connection counts as broken, except during the
+                # first attempt to connect, which has _FIRST_LOOK seconds.
                 if first_look.passed or self.decided.is_set():
-                    self._report(False)
+                    self._report(is_up=False)
 
     async def _doubt(self) -> None:
-        """Probes the shard. Reports it as away if it answers no probe, and then probes it until it answers."""
+        """Probes the shard up to _PROBES times, until it answers. If it answers none of the probes, reports it as away,
+        and starts the task that probes it until it answers."""
         for _ in range(_PROBES):
             if not await self._is_silent():
                 return
-        self._report(False)
+        self._report(is_up=False)
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._until_it_answers())
 
@@ -201,9 +210,9 @@ class Shard(Connection):
         """Probes a shard that hangs, and reports it as up when it answers."""
         while await self._is_silent():  # each probe waits for _PROBE_SECONDS
             pass
-        # If the connection is broken by now, the watcher reports the shard when the connection stands again.
+        # If the connection is broken by now, the watcher reports the shard as up when it has connected again.
         if self.transport.state() is ChannelConnectivity.READY:
-            self._report(True)
+            self._report(is_up=True)
 
     async def _is_silent(self) -> bool:
         """Probes the shard once. Returns True if it does not answer in time although its connection is open."""
@@ -215,16 +224,16 @@ class Shard(Connection):
         return False
 
     async def _find(self, names: RayNames) -> None:
-        """Asks Ray for the address. If the address has changed, sends new calls to the new one."""
+        """Asks Ray for the address. If it is a new one, sends new calls to it."""
         address = await asyncio.to_thread(names.locate, self.name)
         if address is not None and address != self.address:
             self.move(address)
             self.has_address = True
 
     def _report(self, is_up: bool) -> None:
-        """Sets `is_up`, and calls `changed` if the value is new. Cancels the requests to a shard that is away."""
-        is_first = not self.decided.is_set()
-        is_news = is_first or is_up != self.is_up
+        """Sets `is_up`. Cancels the requests to a shard that is away. Calls `changed` if the shard's state is news."""
+        is_first_report = not self.decided.is_set()
+        is_news = is_first_report or is_up != self.is_up
         self.is_up = is_up
         self.decided.set()
         if not is_up:
@@ -235,43 +244,46 @@ class Shard(Connection):
 
 
 Question = Message | Callable[[Shard], Message]
-"""One request for all shards, or a function that makes the request for each shard."""
+"""A request that is the same for all shards, or a function that makes the request for a shard."""
 
 
 class Fleet:
-    """All shards of one client."""
+    """All shards of one client. Timeouts are in seconds; None: no limit."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         """Raises ValueError for a ray:// address without shards."""
         self.address = access.address
-        """host:port of each shard, separated by commas; or ray://NAMESPACE/NAME."""
+        """The addresses of the shards, separated by commas; or ray://NAMESPACE/NAME."""
         self.timeout = timeout
         """The timeout of the client, in seconds; None: no limit."""
         self.changed = asyncio.Event()
-        """Set, and replaced by a new event, when a shard has become reachable or unreachable."""
+        """An event for the next change. When a shard has become reachable or unreachable, the event is set, and a new
+        event takes its place here."""
         self.listeners: list[Callable[[Shard], None]] = []
         """Functions that are called with each shard that has become reachable or unreachable."""
         self._access = access
         self._following: asyncio.Task[None] | None = None
-        """The task that asks Ray which shards there are; None: Ray is not asked."""
+        """The task that asks Ray which shards there are; None before `connect`, and if the addresses are known."""
         self._closed = False
         self._background: set[asyncio.Task[None]] = set()
         """The tasks of `spawn` that have not ended."""
         self._names = RayNames.of(access.address)
         """None if the addresses are known without Ray."""
         addresses = split_addresses(access.address)
-        names = list(addresses) if self._names is None else self._names.find()
-        self.shards = [self._make_shard(name, addresses.get(name, access.address)) for name in names]
+        if self._names is None:
+            self.shards = [self._make_shard(name, address) for name, address in addresses.items()]
+        else:  # each shard asks Ray for its own address; until then it has the address of the fleet
+            self.shards = [self._make_shard(name, access.address) for name in self._names.find()]
 
     def _make_shard(self, name: str, address: str) -> Shard:
-        """A shard of this fleet, to which no connection is made yet."""
+        """Makes a shard of this fleet, without connecting to it."""
         shard = Shard(name, replace(self._access, address=address), self.timeout, self._names)
         shard.changed = self._changed
         return shard
 
     @property
     def carries(self) -> str:
-        """As `AsyncReplayClient.transport`."""
+        """The transport of the payloads of each shard, by its name, in one text: see `AsyncReplayClient.transport`."""
         return "; ".join(f"{shard.name}: {shard.carries}" for shard in self.shards if shard.has_address)
 
     async def find_transport(self) -> str:
@@ -298,7 +310,7 @@ class Fleet:
 
     @property
     def decided(self) -> bool:
-        """True once the fleet has tried to reach each shard."""
+        """True once the fleet has tried to reach each shard, or is closed."""
         return self._closed or all(shard.decided.is_set() for shard in self.shards)
 
     def up(self) -> list[Shard]:
@@ -308,8 +320,8 @@ class Fleet:
     async def reachable(self, deadline: Deadline) -> list[Shard]:
         """The shards that are up, at least one. Raises ServerUnavailableError if none is up before the deadline."""
         self.connect()
-        # Before the first attempts have ended, a shard that is slow to connect would be left out. The wait needs no
-        # deadline: it ends after about _FIRST_LOOK seconds.
+        # Wait until the first attempts to connect have ended. Otherwise, a shard that is slow to connect would be left
+        # out. This wait needs no deadline, because it ends after about _FIRST_LOOK seconds.
         while not self.decided:
             await self.changed.wait()
         while not (up := self.up()):
@@ -318,7 +330,7 @@ class Fleet:
         return up
 
     async def _changes(self, deadline: Deadline) -> bool:
-        """Waits until a shard becomes reachable or unreachable. Returns False if the deadline passes before."""
+        """Waits until a shard becomes reachable or unreachable. Returns False if the deadline passes first."""
         try:
             async with asyncio.timeout(deadline.seconds):
                 await self.changed.wait()
@@ -329,14 +341,15 @@ class Fleet:
     async def insist(
         self, attempt: Callable[[Deadline], Awaitable[T]], timeout: float | None, *also: type[ReplayError]
     ) -> T:
-        """The result of `attempt`. If it fails because a shard is gone, tries again for `timeout` seconds.
+        """Calls `attempt` until it succeeds, for up to `timeout` seconds, and returns its result.
 
-        `also` lists other errors after which another attempt follows. Each attempt waits first until at least one shard
-        is up. `attempt` gets the deadline of all attempts together.
+        Another attempt follows only after an error that means that a shard is gone, or that is one of `also`. Other
+        errors are raised at once. Each attempt waits first until at least one shard is up. `attempt` gets the deadline
+        of all attempts together.
         """
 
         async def judge(error: Exception, late: bool) -> None:
-            """Raises the error of an attempt if no other attempt follows. `late`: the time is up.
+            """Raises the error of an attempt if no other attempt may follow. `late`: the time is up.
 
             `Patience` calls this after each attempt that failed, and tries again if it returns.
             """
@@ -345,76 +358,82 @@ class Fleet:
                 raise error
 
         async def attempt_when_reachable() -> T:
-            """One attempt, as soon as a shard is up. Runs after `deadline` below has its value."""
+            """Waits until a shard is up, and makes one attempt. `deadline` is set below, before the first attempt."""
             await self.reachable(deadline)
             return await attempt(deadline)
 
-        # `longest`: most seconds between two attempts. An attempt itself waits for a shard, so the pauses can be short.
+        # The pauses between attempts can be short, because each attempt itself waits until a shard is up.
         patience = Patience(judge, timeout, longest=0.1)
         deadline = patience.start()
         return await patience.result(attempt_when_reachable)
 
     def unavailable(self) -> ServerUnavailableError:
-        """The error of a request that no shard has answered."""
+        """Makes the error of a request that no shard has answered."""
         names = ", ".join(shard.name for shard in self.shards)
         return ServerUnavailableError(f"none of the {len(self.shards)} shards answers: {names}; are they running?")
 
     async def ask(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
-        """One record, merged from the answers of all shards that are up. `read` makes a record of each answer.
+        """Asks all shards that are up, and merges their answers into one record. `read` makes a record of each answer.
 
         Raises the errors of `answers`.
         """
         answers = await self.answers(method, request, timeout)
-        return self._merged(method, {shard: read(answer) for shard, answer in answers.items()})
+        records = {shard: read(answer) for shard, answer in answers.items()}
+        return self._merged(method, records)
 
     async def pages(self, request: pb.ListItemsRequest, timeout: float | None) -> ItemPage:
         """One page of the items of all shards that are up."""
-        begins = read_page(request.page)  # the page of each shard's own list at which this page begins
+        starts = read_page(request.page)  # name of a shard -> the number of its items that are on earlier pages
 
         def request_for(shard: Shard) -> pb.ListItemsRequest:
-            """A copy of the request, with the page that begins at the right item of this shard."""
+            """A copy of the request that asks for the items of this shard that are not on earlier pages."""
             shard_request = pb.ListItemsRequest()
             shard_request.CopyFrom(request)
-            shard_request.page = begins.get(shard.name, "")
+            shard_request.page = starts.get(shard.name, "")  # "": from the first item
             return shard_request
 
         answers = await self.answers("ListItems", request_for, timeout)
         pages = {shard.name: item_page_of(answer) for shard, answer in answers.items()}
         limit = request.limit or 100  # the server's default
-        return merge_pages(pages, begins, limit, request.order_by, request.descending)
+        return merge_pages(pages, starts, limit, request.order_by, request.descending)
 
     async def answers(
         self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard] | None = None
     ) -> dict[Shard, Any]:
-        """The answers of the shards that are up, by the shard. With `shards`, only those of them that are up are asked.
+        """Sends a request to the shards that are up, and returns their answers by the shard.
 
-        The result leaves out a shard that goes away meanwhile, or that does not answer in time while others do. It is
-        empty only if none of `shards` is up. Raises any other error of any shard, and ServerUnavailableError or
-        DeadlineExceededError if no shard answers in time.
+        With `shards`, only those of them that are up are asked. The result is empty if none of them is up. The result
+        leaves out a shard that goes away before it answers. It also leaves out a shard that does not answer in time,
+        if another shard does. Raises ServerUnavailableError or DeadlineExceededError if no shard answers in time, and
+        any other error that a shard answers with.
         """
 
         async def attempt(deadline: Deadline) -> dict[Shard, Any]:
             """Asks each shard that is up once."""
-            reachable = self.up() if shards is None else [shard for shard in shards if shard.is_up]
+            if shards is None:
+                reachable = self.up()
+            else:
+                reachable = [shard for shard in shards if shard.is_up]
             answers = await self.try_to_ask(method, request, deadline.seconds, reachable)
-            if reachable and not answers:  # all went away meanwhile: `insist` tries again
+            if reachable and not answers:  # all of them went away before they answered, so let `insist` try again
                 raise self.unavailable()
             return answers
 
         return await self.insist(attempt, timeout)
 
     async def say(self, method: str, request: Message, timeout: float | None) -> None:
-        """Sends a request to the shards that are up, and ignores the shards that do not answer."""
+        """Sends a request to the shards that are up, and ignores shards that go away or do not answer in time."""
         with suppress(DeadlineExceededError):
             await self.try_to_ask(method, request, timeout, self.up())
 
     async def try_to_ask(
         self, method: str, request: Question, timeout: float | None, shards: Sequence[Shard]
     ) -> dict[Shard, Any]:
-        """The answers of those among `shards` that answer, by the shard. Leaves out a shard that goes away.
+        """Asks each of `shards` once, and returns the answers by the shard.
 
-        Raises DeadlineExceededError if no shard answers and the time of at least one was up, and any other error that a
-        shard answers with.
+        The result leaves out a shard that goes away before it answers, and a shard that does not answer in time.
+        However, if no shard answers, and at least one of them did not answer in time, DeadlineExceededError is raised.
+        Also raises any other error that a shard answers with.
         """
         requests = [request(shard) if callable(request) else request for shard in shards]
         calls = [
@@ -437,10 +456,10 @@ class Fleet:
         return answers
 
     async def ask_all(self, method: str, request: Message, timeout: float | None, read: Callable[[Any], T]) -> T:
-        """One record, merged from the answers of all shards, each of which must answer. `read` is as in `ask`.
+        """Asks all shards, and merges their answers into one record. `read` makes a record of each answer.
 
-        Raises the errors of the shards, and ServerUnavailableError with the names of the shards that cannot be reached
-        in time.
+        Raises ServerUnavailableError with the names of the shards that cannot be reached in time, if there are any.
+        Also raises the error of any shard, because each shard must answer.
         """
         deadline = Deadline(timeout)
         self.connect()
@@ -458,28 +477,34 @@ class Fleet:
         That function also gets the names of the shards without a record.
         """
         gone = [shard.name for shard in self.shards if shard not in records]
-        named = {shard.name: record for shard, record in records.items()}
-        merged: T = MERGES[method](named, gone)
+        records_by_name = {shard.name: record for shard, record in records.items()}
+        merged: T = MERGES[method](records_by_name, gone)
         return merged
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task for which nobody waits, and refers to it until it ends: asyncio alone would not keep it."""
+        """Starts a task for which nobody waits.
+
+        The fleet keeps a reference to the task until it ends. Without it, the task could be garbage-collected.
+        """
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Ends the tasks that watch the shards, and closes all connections."""
         self._closed = True
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         await asyncio.gather(*(shard.close() for shard in self.shards))
         for shard in self.shards:
-            self._changed(shard)  # wakes the callers that wait for a change: they notice that the client is closed
+            self._changed(shard)  # wakes the callers that wait until `decided`, which is True now
 
     async def _follow(self, names: RayNames) -> None:
-        """Adds the shards that `replay shards resize` has added, and closes those that it has removed, as a task."""
+        """Adds the shards that `replay shards resize` has added, and closes the shards that it has removed.
+
+        Runs as a task until `close`.
+        """
         while True:
             await asyncio.sleep(SECONDS_PER_LOOK)
             known = {shard.name: shard for shard in self.shards}
@@ -488,15 +513,16 @@ class Fleet:
                 continue
             self.shards = [known.get(name) or self._make_shard(name, self.address) for name in listed]
             for shard in self.shards:
-                shard.watch()
-            for name in known.keys() - set(listed):
+                shard.watch()  # does nothing for a shard that is watched already
+            removed = known.keys() - set(listed)
+            for name in removed:
                 await known[name].close()
 
     def _changed(self, shard: Shard) -> None:
         """Wakes all callers that wait for a change, and calls the listeners."""
-        changed = self.changed
+        present_event = self.changed
         self.changed = asyncio.Event()  # for the next change
-        changed.set()
+        present_event.set()
         for listener in self.listeners:
             listener(shard)
 
@@ -506,10 +532,10 @@ class Fleet:
 
 @dataclass(frozen=True)
 class RayNames:
-    """The actors NAME-0, NAME-1, ... in a namespace of Ray. Each runs the server of one shard.
+    """The names of the actors NAME-0, NAME-1, ... in a namespace of Ray. Each actor runs the server of one shard.
 
-    The process joins the Ray cluster to ask for the addresses of the actors. Ray is imported only for an address that
-    begins with ray://.
+    This process joins the Ray cluster, so that it can ask for the addresses of the actors. Ray is imported only for an
+    address that begins with ray://.
     """
 
     namespace: str
@@ -519,7 +545,10 @@ class RayNames:
 
     @classmethod
     def of(cls, address: str) -> Self | None:
-        """The names at a ray:// address; None for any other address. Raises ValueError for one that cannot be used."""
+        """The names at a ray:// address; None for any other address. Joins the Ray cluster for a ray:// address.
+
+        Raises ValueError if the ray:// address is wrong, if Ray is not installed, or if no Ray cluster is found.
+        """
         if not address.startswith(RAY_SCHEME):
             return None
         namespace, _, name = address.removeprefix(RAY_SCHEME).partition("/")
@@ -538,7 +567,10 @@ class RayNames:
         return cls(namespace, name, ray)
 
     def find(self) -> list[str]:
-        """The names of all shards, in the order of their numbers. Raises ValueError if there is no shard."""
+        """Asks Ray for the names of all shards, and returns them in the order of their numbers.
+
+        Raises ValueError if there is no shard.
+        """
         pattern = re.compile(re.escape(self.name) + r"-(\d+)")
         actors = self._ray.util.list_named_actors(all_namespaces=True)
         numbers: list[int] = []
@@ -553,13 +585,16 @@ class RayNames:
         return [f"{self.name}-{number}" for number in sorted(numbers)]
 
     async def listed(self) -> list[str]:
-        """As `find`; empty if there is no shard, or Ray does not answer."""
+        """As `find`, without blocking the event loop. Empty if there is no shard, or if Ray does not answer."""
         with suppress(ValueError, self._ray.exceptions.RayError):
             return await asyncio.to_thread(self.find)
         return []
 
     def locate(self, name: str) -> str | None:
-        """host:port of the shard `name`; None: it is away, or Ray does not answer. May block for some seconds."""
+        """Asks Ray for host:port of the shard `name`. None: the shard is away, or Ray does not answer in time.
+
+        May block for some seconds.
+        """
         try:
             actor = self._ray.get_actor(name, namespace=self.namespace)
             return str(self._ray.get(actor.address.remote(), timeout=_RAY_SECONDS))

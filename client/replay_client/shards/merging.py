@@ -1,8 +1,8 @@
 """Merging: makes one answer of the answers of all shards.
 
 replay.proto declares for each field of ServerInfo the rule by which the field is merged. `_merged` applies these rules
-to one message: for each field it makes one value of the values of all shards. If the values are messages, it merges
-their fields in the same way. So a new field needs no line here.
+to the messages of all shards: for each field, it makes one value of the shards' values. If these values are messages
+themselves, their fields are merged in the same way. So a new field of ServerInfo needs no line here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ M = TypeVar("M", bound=Message)
 
 
 def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> ShardedInfo:
-    """All shards as one server. `infos` has the answer of each shard that answered, at least one, by the shard's name.
+    """Merges the infos of all shards, as if these were one server.
 
-    `gone` are the names of the shards that did not answer.
+    `infos` has the answer of each shard that answered, at least one, by the shard's name. `gone` are the names of the
+    shards that did not answer.
     """
     merged = _merged(pb.ServerInfo.DESCRIPTOR, list(infos.values()), names=list(infos))
     # `_by_name` has made a dict of the clients. A ServerInfo has them as a tuple, the client that was seen last first.
@@ -39,8 +40,8 @@ def merge_infos(infos: Mapping[str, ServerInfo], gone: Iterable[str]) -> Sharded
 def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
     """Merges the messages of one or more shards into one message.
 
-    `weights` has the weight of each shard, for fields that are merged to a mean. Without weights all shards count the
-    same.
+    Fields with the rule MEAN get a weighted mean, in which `weights` has the weight of each shard. Without `weights`,
+    all shards have the same weight.
     """
     if len(parts) == 1:
         return parts[0]
@@ -53,50 +54,57 @@ def merge_messages(parts: Sequence[M], weights: Sequence[float] = ()) -> M:
 
 
 def lowest(policies: Iterable[Policy]) -> Policy:
-    """The policy that counts: every shard has at least this version."""
+    """The policy with the lowest version. It counts for the whole client, because every shard has at least this
+    version."""
     return min(policies, key=lambda policy: policy.version)
 
 
 def _merged(
     message: Any, parts: Sequence[Any], *, names: Sequence[str] = (), weights: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """The merged values by the names of the fields. `message` is a descriptor, in which each field declares its rule.
+    """Merges the messages of several shards. Returns the merged values by the names of the fields.
 
-    `parts` has the message of each shard, or a record with the same fields. `names` are the names of these shards.
-    `weights` are the weights of the shards in means; without them each shard counts the same.
+    `message` is the descriptor of these messages, in which each field declares its rule. `parts` has the message of
+    each shard, or a record with the same fields. `names` are the names of these shards. `weights` are the weights of
+    the shards in means. Without `weights`, all shards have the same weight.
     """
     merged: dict[str, Any] = {}
     for field, option in declared(message):  # `option` is what replay.proto declares about the field
         values = [getattr(part, field.name) for part in parts]
         match option.merge:
-            case pb.Field.MIN if option.zero_is_unknown:  # leave out shards that do not know the number
-                value: Any = min((number for number in values if number), default=0)
+            case pb.Field.MIN if option.zero_is_unknown:
+                known_numbers = [number for number in values if number]
+                value: Any = min(known_numbers, default=0)
             case pb.Field.MEAN:
                 value = _weighted_mean(values, weights or [1.0] * len(values))
             case pb.Field.NAMED:
-                value = "; ".join(f"{name}: {text}" for name, text in zip(names, values, strict=True) if text)
-            case pb.Field.OF_LONGEST:  # of the shard on which the wait is longest
+                texts = [f"{name}: {text}" for name, text in zip(names, values, strict=True) if text]
+                value = "; ".join(texts)
+            case pb.Field.OF_LONGEST:  # the value of the shard on which the wait is longest
                 longest = max(parts, key=lambda part: part.seconds)
                 value = getattr(longest, field.name)
-            case pb.Field.OF_LATEST:  # of the shard that has seen the client last
+            case pb.Field.OF_LATEST:  # the value of the shard that has seen the client last
                 latest = min(parts, key=lambda part: part.age)
                 value = getattr(latest, field.name)
             case pb.Field.BY_SIZE:
-                value = _by_size(values, [part.size for part in parts])
-            case rule:
-                value = _RULES[rule](values)
+                value = _by_size(values, sizes=[part.size for part in parts])
+            case other_rule:
+                value = _RULES[other_rule](values)
         merged[field.name] = value
     return merged
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The sum of weight * value, divided by the sum of the weights."""
+    """The weighted mean: the sum of weight * value, divided by the sum of the weights."""
     weighted = [weight * value for weight, value in zip(weights, values, strict=True)]
     return sum(weighted) / sum(weights)
 
 
 def _by_size(values: Sequence[M], sizes: Sequence[int]) -> M | None:
-    """The merged message of the shards that hold items, weighted by their numbers; None if no shard holds items."""
+    """Merges the messages of the shards that hold items. In means, each shard has its number of items as its weight.
+
+    `sizes` has the number of items of each shard. Returns None if no shard holds items.
+    """
     messages = [value for value, size in zip(values, sizes, strict=True) if size]
     if not messages:
         return None
@@ -104,48 +112,53 @@ def _by_size(values: Sequence[M], sizes: Sequence[int]) -> M | None:
 
 
 def _of_known(values: Sequence[M | None]) -> M | None:
-    """The merged message of the shards that have one; None if no shard has one."""
+    """Merges the messages of the shards that have one. Returns None if no shard has one."""
     known = [value for value in values if value is not None]
     return merge_messages(known) if known else None
 
 
 def _by_name(values: Sequence[Mapping[str, Any] | Sequence[Any]]) -> dict[str, Any]:
-    """One merged message for each name, by the name. `values` has the named messages of each shard."""
-    messages: dict[str, list[Any]] = defaultdict(list)
-    for of_shard in values:
-        if isinstance(of_shard, Mapping):
-            of_shard = list(of_shard.values())
-        for message in of_shard:
-            messages[message.name].append(message)
-    return {name: merge_messages(of_name) for name, of_name in messages.items()}
+    """Merges messages that have the same `name`. Returns one message for each name, by the name.
+
+    `values` has the messages of each shard: a sequence, or a dict of the messages by name.
+    """
+    messages_by_name: dict[str, list[Any]] = defaultdict(list)
+    for messages_of_shard in values:
+        if isinstance(messages_of_shard, Mapping):
+            messages_of_shard = list(messages_of_shard.values())
+        for message in messages_of_shard:
+            messages_by_name[message.name].append(message)
+    return {name: merge_messages(messages) for name, messages in messages_by_name.items()}
 
 
 def _agreed(values: Sequence[Sequence[OverdueClient]]) -> tuple[OverdueClient, ...]:
-    """The clients that are overdue at all shards, each with the shortest age. `values` has those of each shard.
+    """The clients that all shards report as overdue. A client that does something at one shard is not overdue.
 
-    A client that does something at one shard is not overdue.
+    `values` has the reports of each shard. The result has the report with the smallest age for each client. A client is
+    known by its role and its table.
     """
     reports: dict[tuple[str, str], list[OverdueClient]] = defaultdict(list)
-    for overdue in chain.from_iterable(values):
-        reports[overdue.role, overdue.table].append(overdue)
+    for report in chain.from_iterable(values):
+        reports[report.role, report.table].append(report)
     agreed: list[OverdueClient] = []
     for reports_of_client in reports.values():
         if len(reports_of_client) == len(values):  # all shards have reported the client
-            agreed.append(min(reports_of_client, key=lambda overdue: overdue.age))
+            latest = min(reports_of_client, key=lambda report: report.age)
+            agreed.append(latest)
     return tuple(agreed)
 
 
 def _config(values: Sequence[str]) -> str:
-    """The TableConfig of the first shard as JSON, but each bound is the sum of the bounds of all shards.
+    """Merges the TableConfigs of the shards, which `values` has as JSON, into one, and returns it as JSON.
 
-    `values` has the JSON of each shard.
+    This is the configuration of the first shard, but each of its bounds is the sum of the bounds of all shards.
     """
     configs = [json.loads(value) for value in values]
     merged = dict(configs[0])
     merged["max_size"] = sum(config["max_size"] for config in configs)
     byte_bounds = [config["max_bytes"] for config in configs]  # None: no bound
     merged["max_bytes"] = None if None in byte_bounds else sum(byte_bounds)
-    if merged["rate_limiter"].get("max_size"):
+    if merged["rate_limiter"].get("max_size"):  # a queue or stack
         total = sum(config["rate_limiter"]["max_size"] or 0 for config in configs)
         merged["rate_limiter"] = merged["rate_limiter"] | {"max_size": total}
     return json.dumps(merged)
@@ -157,7 +170,8 @@ def _bound(values: Sequence[int]) -> int:
 
 
 def _each(values: Sequence[str]) -> str:
-    """All entries once, sorted and separated by commas. Each value has the entries of a shard, separated by commas."""
+    """All different entries, sorted and separated by commas. `values` has the entries of each shard, separated by
+    commas."""
     entries: set[str] = set()
     for value in values:
         entries.update(value.split(", "))
@@ -177,40 +191,43 @@ _RULES: Mapping[int, Callable[[Sequence[Any]], Any]] = {
     pb.Field.LOWEST: lowest,
     pb.Field.AGREED: _agreed,
 }
-"""The function that merges the values of all shards, by the rule. `_merged` has the rules that need more than the
-values."""
+"""Rule -> the function that merges the values of all shards by this rule. The rules that are missing here need more
+than the values, so they are in `_merged`."""
 
 
 # ------------------------------------------------------------------------------------------------------------ answers
 
 
-def _checkpoints(named: Mapping[str, list[CheckpointInfo]]) -> list[CheckpointInfo]:
-    """The checkpoints of all shards, named SHARD/NAME, the newest first."""
-    for shard, checkpoints in named.items():
+def _checkpoints(checkpoints_by_shard: Mapping[str, list[CheckpointInfo]]) -> list[CheckpointInfo]:
+    """Renames the checkpoints of all shards to SHARD/NAME, and returns them, the newest first."""
+    for shard, checkpoints in checkpoints_by_shard.items():
         for checkpoint in checkpoints:
             checkpoint.name = f"{shard}/{checkpoint.name}"
-    return sorted(chain.from_iterable(named.values()), key=lambda checkpoint: checkpoint.created, reverse=True)
+    all_checkpoints = chain.from_iterable(checkpoints_by_shard.values())
+    return sorted(all_checkpoints, key=lambda checkpoint: checkpoint.created, reverse=True)
 
 
 MERGES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], Any]] = {
-    "Get": lambda named, gone: list(chain.from_iterable(named.values())),
-    "GetPolicy": lambda named, gone: lowest(named.values()),
+    "Get": lambda records, gone: list(chain.from_iterable(records.values())),
+    "GetPolicy": lambda records, gone: lowest(records.values()),
     "GetServerInfo": merge_infos,
-    "UpdateTable": lambda named, gone: merge_messages(list(named.values())),
-    "Reset": lambda named, gone: sum(named.values()),
-    "CreateCheckpoint": lambda named, gone: ",".join(f"{shard}/{name}" for shard, name in named.items()),
-    "ListCheckpoints": lambda named, gone: _checkpoints(named),
+    "UpdateTable": lambda records, gone: merge_messages(list(records.values())),
+    "Reset": lambda records, gone: sum(records.values()),
+    "CreateCheckpoint": lambda records, gone: ",".join(f"{shard}/{name}" for shard, name in records.items()),
+    "ListCheckpoints": lambda records, gone: _checkpoints(records),
 }
-"""The function that merges the answers of a method, by the name of the method. Its arguments are the records of the
-shards that answered, by the shard's name, and the names of the shards that did not answer."""
+"""Name of a method -> the function that merges the answers of this method. Its arguments are the records of the shards
+that answered, by the shard's name, and the names of the shards that did not answer."""
 
 # ------------------------------------------------------------------------------------------------------------- pages
 
 
 def read_page(page: str) -> dict[str, str]:
-    """The page to request from each shard, by the shard's name. `page` is a `next_page` of `merge_pages`, or empty.
+    """Reads a page that `merge_pages` has given as `next_page`. Returns where it starts on each shard, by the name.
 
-    Raises InvalidRequestError for any other text.
+    The start on a shard is the number of the shard's items on all earlier pages, as a text. A shard without a start
+    begins with its first item. An empty `page` means the first page. Raises InvalidRequestError for a `page` that
+    `merge_pages` cannot have given.
     """
     try:
         pages = json.loads(page or "{}")
@@ -224,10 +241,10 @@ def read_page(page: str) -> dict[str, str]:
 def merge_pages(
     pages: Mapping[str, ItemPage], starts: Mapping[str, str], limit: int, order_by: str, descending: bool
 ) -> ItemPage:
-    """The first `limit` items of all shards' pages. All pages are in the same order and have up to `limit` items.
+    """Merges one page of each shard into a page that has the first `limit` of their items.
 
-    `starts` has the start of each page by the shard's name: the number of the shard's items before the page, as a text.
-    The result leaves out some items of a page, so the next page of the shard starts in the middle of this page.
+    All pages are in the same order, and have up to `limit` items. `starts` has the start of each page as `read_page`
+    returns it. The merged page may leave out the last items of a shard's page. The next page then starts with these.
     """
     if order_by == "size":
         order_by = "nbytes"  # the field of ItemInfo has another name
@@ -235,7 +252,7 @@ def merge_pages(
     rows_of_shards = [[(name, item) for item in page.items] for name, page in pages.items()]
     in_order = heapq.merge(*rows_of_shards, key=lambda row: sort_value(row[1]), reverse=descending)
     rows = list(in_order)[:limit]
-    used = Counter(name for name, _ in rows)  # the number of items in the result, by the shard's name
+    used = Counter(name for name, _ in rows)  # name of a shard -> the number of its items in the merged page
     is_last = all(used[name] == len(page) and not page.next_page for name, page in pages.items())
     next_page = ""
     if not is_last:

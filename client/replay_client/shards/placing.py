@@ -1,11 +1,12 @@
 """Placing: chooses the shard of an item, and finds the item there again.
 
-A key belongs to one shard, by rendezvous hashing: each shard has a score for each key, and the key belongs to the shard
-with the highest score, its owner. Every client computes the same owner, without a question to any server. If a shard is
-added to the N shards or removed, only about 1 of N keys gets another owner.
+A key belongs to one shard, its owner, by rendezvous hashing. Each shard has a score for each key, and the owner is the
+shard with the highest score. Every client computes the same owner, without asking any server. If one of N shards is
+removed, or if an N-th shard is added, only about 1 of N keys gets another owner.
 
-The owner of its key holds an item, unless the owner was away at the insert, or another shard granted the permit. So a
-change by key is sent to the owners first, and then to all other shards for the keys that the owners lack.
+Usually, an item is on the owner of its key. It is on another shard if the owner was away or draining at the insert, if
+another shard granted its permit, or if its insert closed samples of another shard. So a change by key is sent to the
+owners first, and then to all other shards for the keys that the owners lack.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
 _MOST_REMEMBERED = 1 << 20
-"""The most keys whose shard a client remembers after an insert without an answer. The oldest are forgotten first."""
+"""The most keys whose shard a client remembers because an insert got no answer. The oldest are forgotten first."""
 _BLOCK = 256
-"""The number of successive keys whose owners are computed at once. Computing the owner of one key takes 20 us."""
+"""The number of successive keys whose owners are computed together, because computing one owner alone takes 20 us."""
 _SPLITMIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """The shift and the factor of each round of splitmix64."""
 
@@ -54,16 +55,16 @@ _SPLITMIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 class Rendezvous:
     """Rendezvous hashing: each shard has a score for each key, and the shard with the highest score owns the key.
 
-    A score depends only on the key and the name of the shard. So if a shard is added or removed, only its own keys
-    change their owner.
+    A score depends only on the key and the name of the shard. So if a shard is added or removed, the only keys that
+    change their owner are those of this shard.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         """`names` are the names of the N shards. The methods return indices of `names`."""
         self._seeds = np.array([xxhash.xxh64_intdigest(name.encode()) for name in names], dtype=np.uint64)
         self._block: tuple[int, list[int]] = -1, []
-        """The number of a block of successive keys (key // _BLOCK), and the owners of its keys. Any thread may replace
-        the pair."""
+        """The block of successive keys that `owner` computed last: its number (key // _BLOCK), and the owners of its
+        keys. Any thread may replace the pair."""
 
     def owners(self, keys: Keys) -> Rows:
         """The index of the shard to which each of `keys` (K,) belongs, as (K,)."""
@@ -77,18 +78,19 @@ class Rendezvous:
         if key // _BLOCK != number:
             number = key // _BLOCK
             first_key = np.uint64(key - key % _BLOCK)
-            owners = self.owners(np.arange(_BLOCK, dtype=np.uint64) + first_key).tolist()
+            block_keys = first_key + np.arange(_BLOCK, dtype=np.uint64)
+            owners = self.owners(block_keys).tolist()
             self._block = number, owners
         return owners[key % _BLOCK]
 
     def order(self, key: int) -> list[int]:
-        """The indices of all shards for one key, from the highest score to the lowest. The owner is the first."""
+        """The indices of all shards, from the highest score for this key to the lowest. The owner is the first."""
         scores = self._scores(np.array([key], dtype=np.uint64))[0]
         order: list[int] = np.argsort(scores)[::-1].tolist()
         return order
 
     def _scores(self, keys: Keys) -> Keys:
-        """The scores (K, N) of `keys` (K,) at the N shards: splitmix64 of key xor seed of the shard.
+        """The scores (K, N) of `keys` (K,) at the N shards: splitmix64(key xor seed of the shard).
 
         The products wrap around at 64 bits, as splitmix64 defines them.
         """
@@ -99,7 +101,10 @@ class Rendezvous:
 
 
 def is_random_key(key: int) -> bool:
-    """True if a KeySequence made this key at random, so that no other process can have tried to insert it before."""
+    """True if the key is from a KeySequence, which makes keys at random.
+
+    So no other process can have tried to insert an item with this key.
+    """
     return FIRST_KEY <= key <= LAST_KEY
 
 
@@ -109,28 +114,30 @@ class Placement:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._tried: dict[int, tuple[Shard, bool]] = {}
-        """The inserts that may or may not have succeeded, by the key: the shard that may have the item, and the item's
+        """Key of an item whose insert may have succeeded -> the shard that may have the item, and the item's
         `moved`."""
         self._ranked: tuple[Rendezvous, Sequence[Shard]] = (Rendezvous([]), ())
-        """The result of the last `_ranking`."""
+        """The last result of `_ranking`."""
         self._passed_over: set[Shard] = set()
         """Shards that granted permits and are away. The log already has a line about each of them."""
 
     def shard_for(self, item: Item) -> Shard:
-        """The shard for an insert, by the first rule that holds.
+        """Chooses the shard for an insert, by the first of these rules that applies. Sets `item.moved`.
 
-        1. The shard on which this client has tried the key before: it may have the item.
-        2. The shard that gave the samples that the item closes: no other shard knows their leases.
-        3. The shard that granted the permit, if it takes inserts: then its admission counts the group. Otherwise rules
-           4 to 6 choose the shard, and the admission of that shard counts the group. If the granting shard is
-           draining, the client then releases the permit (`settle`). If it is away, the permit stays in use until its
-           lease ends.
-        4. The owner of the key, if the owner is up. Rules 4 to 6 pass over a shard that has lately refused an item
-           because it is draining (`takes_inserts`), unless all shards have.
-        5. The shard with the next highest score that is up, if a client chose the key at random: then no other process
-           has tried the key on the owner.
-        6. The owner of the key, although it is away. Another process may have tried the key there before, so the insert
-           waits for the owner.
+        1. If this client has tried to insert the key before: the shard of that attempt, because it may have the item.
+        2. If the item closes samples: the shard that gave the samples, because no other shard knows their leases.
+        3. If a shard has granted a permit for the item, and takes inserts: this shard, so that its own admission counts
+           the group. If the granting shard takes no inserts, rules 4 to 6 choose a shard, and the admission of that
+           shard counts the group. If the granting shard is draining, the client then releases the permit (`settle`). If
+           it is away, the permit stays in use until its lease ends.
+        4. If the owner of the key is up: the owner.
+        5. If the key is random (`is_random_key`): the shard that has the highest score among the shards that are up.
+           This is safe because no other process has tried the key on the owner.
+        6. Otherwise: the owner of the key, although it is away. Another process may have tried the key there before, so
+           the insert waits for the owner.
+
+        Rules 4 to 6 pass over shards that are up and have lately refused an item because they are draining, unless all
+        shards are such shards.
 
         Raises LeaseEndedError if the fleet no longer has the shard of rule 2.
         """
@@ -146,7 +153,10 @@ class Placement:
         granted_by = self._fleet.named(item.granted_by)
         if granted_by is None:
             return self._shard_for_key(item.key)
-        shard = granted_by if granted_by.takes_inserts else self._shard_for_key(item.key)
+        if granted_by.takes_inserts:
+            shard = granted_by
+        else:
+            shard = self._shard_for_key(item.key)
         item.moved = granted_by.is_up and shard is not granted_by
         if granted_by.is_up:
             self._passed_over.discard(granted_by)
@@ -162,13 +172,13 @@ class Placement:
     def _shard_for_key(self, key: int) -> Shard:
         """The shard by rules 4 to 6 of `shard_for`."""
         rendezvous, shards = self._ranking()
-        if is_random_key(key):  # the usual case, by the fast way
+        if is_random_key(key):  # the usual case: `Rendezvous.owner` is faster than `order`
             owner = shards[rendezvous.owner(key)]
             if owner.takes_inserts:
                 return owner
         order = [shards[index] for index in rendezvous.order(key)]
         # A shard that is up and draining is no candidate, unless all shards are draining. A shard that is away stays a
-        # candidate: by rule 6, the item may have to wait for this shard.
+        # candidate, because by rule 6 the item may have to wait for it.
         not_draining = [shard for shard in order if shard.takes_inserts or not shard.is_up]
         candidates = not_draining or order
         if candidates[0].is_up or not is_random_key(key):  # rules 4 and 6
@@ -176,27 +186,30 @@ class Placement:
         for shard in candidates:  # rule 5
             if shard.is_up:
                 return shard
-        return candidates[0]  # all shards are away: wait for the first
+        return candidates[0]  # all candidates are away: the insert waits for the first
 
     async def insert(self, item: Item) -> None:
-        """Inserts the item into its shard within its timeout. Raises the errors of `AsyncReplayClient.insert`."""
+        """Inserts the item into the shard that `shard_for` chooses. `item.timeout` bounds all attempts together.
+
+        Raises the errors of `AsyncReplayClient.insert`.
+        """
 
         async def attempt(deadline: Deadline) -> None:
-            """Sends the item to its shard once. Remembers the shard if it may have the item after an error."""
+            """Sends the item to its shard once. Remembers the shard if it may have the item in spite of an error."""
             shard = self.shard_for(item)
             item.timeout = deadline.seconds  # the seconds that are left
             try:
                 with shard.expected():  # probes the shard if the answer is late
                     await shard.insert(item)
             except ShardDrainingError:
-                self.forget(item.key, shard)  # the next attempt, which `insist` makes, chooses another shard
+                self.forget(item.key, shard)  # then the next attempt, which `insist` makes, chooses another shard
                 raise
             except ServerUnavailableError as error:
                 self._remember(item, shard)
                 raise ServerUnavailableError(
                     f"shard {shard.name} may have item {item.key} already, so no other shard gets it: {error}"
                 ) from None
-            # A shard that shuts down did not insert the item now, but may have inserted it at an earlier attempt.
+            # A shard that shuts down has not inserted the item now, but may have inserted it at an earlier attempt.
             except (ServerClosedError, DeadlineExceededError, asyncio.CancelledError):
                 self._remember(item, shard)
                 raise
@@ -207,7 +220,7 @@ class Placement:
     async def settle(self, item: Item) -> None:
         """Releases the permit of an item that was inserted into another shard than the one that granted the permit.
 
-        Ignores errors: a permit that is not released expires, and the shard then grants another permit in its place.
+        Ignores errors, because a permit that is not released expires. The shard then grants another in its place.
         """
         if not item.moved:
             return
@@ -219,15 +232,15 @@ class Placement:
             await self._fleet.answers("ReleasePermits", request, self._fleet.timeout, [granted_by])
 
     async def extend(self, item: Item) -> pb.UnchangedRow | None:
-        """Appends the segment `item` to the item with the same key, on the shard that has it.
+        """Appends the segment `item` to the stored item with the same key, on the shard that has the stored item.
 
-        Returns None if the segment was appended, and otherwise the reason why not. The reason is `missing` if all
-        shards have answered that they lack the item. Raises ServerUnavailableError if a shard that may have the item
-        cannot be reached in time.
+        Returns None if the segment was appended, and otherwise the reason why it was not. The reason is `missing` if
+        all shards have answered that they lack the stored item. Raises ServerUnavailableError if no shard that can be
+        reached has it, and another shard cannot be reached in time.
         """
 
         async def attempt(deadline: Deadline) -> pb.UnchangedRow | None:
-            """Tries the owner first, then the other shards, until one has the item."""
+            """Sends the segment to the owner first, and then to the other shards, until one has the stored item."""
             rendezvous, shards = self._ranking()
             silent: list[str] = []  # the names of the shards that are away, or did not answer
             for shard in [shards[index] for index in rendezvous.order(item.key)]:
@@ -253,7 +266,7 @@ class Placement:
     def forget(self, key: int, shard: Connection) -> bool:
         """Notes that the shard is draining, and does not have the key.
 
-        Returns True: another shard may get the item.
+        Returns True, because another shard may get the item. (`OneServer.forget` returns False.)
         """
         assert isinstance(shard, Shard)
         self._tried.pop(key, None)
@@ -261,7 +274,7 @@ class Placement:
         return True
 
     def _remember(self, item: Item, shard: Shard) -> None:
-        """Binds a key to this shard, because the shard may have the item after an insert without an answer."""
+        """Notes that this shard may have the item, because an insert got no answer. So no other shard gets the key."""
         self._tried.pop(item.key, None)  # removed first, so that the key becomes the last one of the dict
         self._tried[item.key] = shard, item.moved
         if len(self._tried) > _MOST_REMEMBERED:
@@ -272,19 +285,20 @@ class Placement:
     async def change(self, method: str, request: Message, timeout: float | None) -> MutationResult:
         """Changes the items that `request` names by their keys. A key counts as missing if no shard that is up has it.
 
-        `method` is UpdatePriorities, Delete or ConsumeItems. An error of one shard leaves the other shards changed.
+        `method` is UpdatePriorities, Delete or ConsumeItems. If one shard answers with an error, the error is raised,
+        but the changes on the other shards stay.
         """
         deadline = Deadline(timeout)
         up = await self._fleet.reachable(deadline)
         rendezvous, shards = self._ranking()
         keys = _keys_of(request)
         owners = rendezvous.owners(keys)
-        found_K = np.zeros(keys.size, dtype=np.bool_)  # True for the keys that some shard had
+        found_K = np.zeros(keys.size, dtype=np.bool_)  # True for the keys that a shard had
 
         async def change_on(shard: Shard, owned: bool) -> int:
-            """Changes the items on one shard whose keys no shard has had yet, and returns the number of changed items.
+            """Sends one shard the keys that no shard had so far, and returns the number of items that it changed.
 
-            With `owned`, tries only the keys that the shard owns; without it, only the keys of other owners.
+            With `owned`, sends only the keys that this shard owns. Without it, sends only keys of other owners.
             """
             is_own_K = owners == shards.index(shard)
             rows = np.flatnonzero(~found_K & (is_own_K == owned))
@@ -299,7 +313,7 @@ class Placement:
             return int(answer.applied)
 
         applied = 0
-        # Ask each owner first for its own keys, and then each shard for the keys that their owners lack.
+        # First send each shard the keys that it owns, and then the keys that their owners lack.
         for owned in (True, False):
             counts = await asyncio.gather(*(change_on(shard, owned) for shard in up))
             applied += sum(counts)
@@ -317,7 +331,10 @@ class Placement:
 
 
 def _keys_of(request: Any) -> Keys:
-    """The keys that a request names, as (K,). Raises InvalidRequestError unless there are as many priorities."""
+    """The keys that a request names, as (K,).
+
+    Raises InvalidRequestError for a request with priorities, if it does not have as many priorities as keys.
+    """
     if not isinstance(request, pb.UpdatePrioritiesRequest):
         return np.array(request.keys, dtype=np.uint64)
     if len(request.keys) != len(request.priorities):  # both are bytes, 8 for each entry
@@ -326,7 +343,7 @@ def _keys_of(request: Any) -> Keys:
 
 
 def _request_for(rows: Rows, request: Any) -> Any:
-    """A request of the same kind, for only the keys in these rows of `request`."""
+    """A request of the same type as `request`, with only those of its keys that are in these rows (indices)."""
     if isinstance(request, pb.UpdatePrioritiesRequest):
         keys = np.frombuffer(request.keys, dtype="<u8")
         priorities = np.frombuffer(request.priorities, dtype="<f8")

@@ -1,20 +1,22 @@
 """Sampling from several shards: fills a batch from shard after shard, and acknowledges it only when it is complete.
 
-the shards' last answers ──▶ share the rows out ──▶ draw from each ──▶ all rows: acknowledge them
-   ▲                                ▲                    │
-   │                                └── less: the rest ──┤
-   └──── weigh all shards, while they have too little ◀──┴── too few: requeue them
+A batch is drawn in these steps:
 
-`sharing.py` computes how many rows each shard gives, from the last answers of the shards: their weights. The client
-requests the weight of a shard again if the last answer is older than WEIGHTS_AGE, or if the shard had no rows. So most
-batches cost one message to one shard, however many shards a pool has. If a shard has fewer rows than planned, other
-shards give the rest. If all shards together have too few rows, all drawn rows are requeued: otherwise two readers that
-each hold half of the rows would wait for each other.
+1. Share the rows of the batch out among the shards, by the shards' weights (`sharing.py`).
+2. Draw these rows from each shard.
+3. If a shard gave fewer rows, share the missing rows out among the other shards, and draw them in the same way.
+4. If the batch is complete, acknowledge its rows at their shards.
+5. If all shards together have too few rows, requeue the drawn rows, request the weights of all shards, and begin again.
+   Without the requeue, two readers that each hold half of the rows would wait for each other.
 
-There is one draw stream to each shard. If a client goes away, no rows are lost: its streams end, and the shards requeue
-the rows. If a shard goes away, its rows cannot be confirmed, and the other shards give rows in their place. But the
-shard may have received the acknowledgement of its rows. So the client acknowledges the rows again when the shard is
-back. If the shard confirms that, the next batch of an equal request begins with these rows.
+The weight of a shard says what the shard can give. The answer to a draw can bring the weight of its shard, too. The
+client sends a request for only a weight if the last one is older than WEIGHTS_AGE, or if the shard had no rows. So most
+batches cost one message to one shard, however many shards a pool has.
+
+There is one draw stream to each shard. If a client goes away, no rows are lost, because its streams end and the shards
+requeue the rows. If a shard goes away, it cannot confirm that its rows are acknowledged, so the other shards give rows
+in their place. But the shard may have received the acknowledgement. So the client acknowledges the rows once more when
+the shard is back. If the shard confirms them then, the next batch of an equal request begins with these rows.
 """
 
 from __future__ import annotations
@@ -46,25 +48,27 @@ from replay_protos.words import counted
 logger = logging.getLogger(__name__)
 
 WEIGHTS_AGE = 1.0
-"""Seconds for which the client uses the last weight of a shard. Draws do not see changes of the weight in this time.
-To compute its weight, a shard reads its whole table, so it is asked at most about twice in this time."""
+"""Seconds for which the client uses the last weight of a shard. In this time, draws do not see how the weight changes.
+A shard reads its whole table to compute its weight, so the client asks for the weight at most about twice in this
+time."""
 _ANSWER_SECONDS = 5.0
 """Seconds in which a shard must answer a draw. A shard that answers later gives nothing to the batch."""
 _WEIGH_SECONDS = 2.0
 """Seconds in which a shard must answer a request for only its weight."""
 _FIRST_PAUSE = 0.005
-"""Seconds between the first two attempts, while all shards together have too few rows. Each pause is twice the
-last."""
+"""Seconds between the first two attempts to draw, while all shards together have too few rows. Each further pause is
+twice as long as the pause before it."""
 _LONGEST_PAUSE = 0.1
-"""Seconds of the longest of these pauses."""
+"""Seconds of the longest pause between two attempts to draw."""
 
-_HAS_NOTHING = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GONE_CODES)
-"""The status codes of a shard that lacks rows, or is gone. Another shard may have rows."""
+_GIVES_NOTHING_CODES = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED, *GONE_CODES)
+"""The status codes with which a draw fails because the shard has no rows, or is gone. Other shards may have rows."""
 
 Part = tuple[str, int]
-"""The part of a batch that one draw gave: the shard's name, and the id of the draw there."""
+"""Names the part of a batch that came from one draw: the name of the shard, and the id of the draw at this shard."""
 Plan = dict[Shard, tuple[int, Sequence[pb.ValueRows]]]
-"""The number of rows to draw from each shard; for a table that balances, also the number of rows of each value."""
+"""For each shard, the number of rows to draw from it, and, for a table that balances, the number of these rows of each
+value."""
 MOST_UNSURE = 256
 """The most parts that a client remembers because their shards did not confirm them. The oldest are forgotten first."""
 
@@ -72,16 +76,18 @@ MOST_UNSURE = 256
 class Drawer:
     """Draws batches over a stream to each shard.
 
-    Until a sample is acknowledged, its `lease_id` has the id of the draw that gave it. Rows that are neither
-    acknowledged nor leased are requeued when `close` ends the streams. The argument `request` of a method is the
-    request for the whole batch, whose timeout is ignored.
+    Until a sample is acknowledged, its `lease_id` is the id of the draw that gave it. Rows that are neither
+    acknowledged nor leased are requeued when `close` ends the streams.
+
+    The argument `request` of a method asks for a batch, or the rest of a batch, whichever shards give the rows. Its
+    timeout is ignored.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._streams: dict[Shard, DrawStream] = {}
-        self._unknown: set[str] = set()
-        """Names of shards that this client does not have. A warning has named each of them already."""
+        self._warned_of: set[str] = set()
+        """Names of shards of which a warning has already said that this client does not have them."""
         self._rng = np.random.default_rng()
         self._weights: dict[str, dict[Shard, tuple[float, Weight]]] = {}
         """For each table and shard: the time (time.monotonic) of the last weight, and this weight."""
@@ -98,11 +104,11 @@ class Drawer:
     async def end(
         self, samples: Iterable[Sample], what: str, timeout: float | None, lease: float = 0.0
     ) -> MutationResult:
-        """As `SingleBatches.end`, for each sample on the shard that gave it.
+        """Acknowledges, requeues or renews the leases of samples, each on the shard that gave the sample.
 
-        The batches of a shard that cannot be reached count as missing, so that the caller does not use their samples.
-        The batches of a shard that this client does not have count as missing too. For example, an operator may have
-        removed that shard from the run.
+        The arguments are as in `SingleBatches.end`. The batches of a shard that cannot be reached count as missing, so
+        that the caller does not use their samples. The batches of a shard that this client does not have count as
+        missing too. For example, an operator may have removed that shard from the run.
         """
         deadline = Deadline(timeout)
         leases = leases_of(samples)
@@ -113,7 +119,7 @@ class Drawer:
         self._warn_of_unknown({name for name, shard in shards.items() if shard is None})
 
         async def end_on(name: str, ids: list[int]) -> MutationResult:
-            """Ends or renews the leases `ids` on one shard. All count as missing if it cannot be reached."""
+            """Ends or renews the leases `ids` on one shard. All ids count as missing if it cannot be reached."""
             shard = shards[name]
             if shard is not None:
                 request = ending(what, ids, lease)
@@ -131,11 +137,12 @@ class Drawer:
         return MutationResult(applied, tuple(missing))
 
     def _warn_of_unknown(self, names: set[str]) -> None:
-        """Warns once of each shard that this client does not have."""
-        unknown = names - self._unknown
-        if unknown:
-            self._unknown |= unknown
-            logger.warning("batches of %s count as missing: this client has no such shard", ", ".join(sorted(unknown)))
+        """Warns of the shards `names`, which this client does not have, unless it has warned of them before."""
+        new_names = names - self._warned_of
+        if new_names:
+            self._warned_of |= new_names
+            listed = ", ".join(sorted(new_names))
+            logger.warning("batches of %s count as missing: this client has no such shard", listed)
 
     def sampler(self, series: Series) -> ShardedSampler:
         """A sampler with draw streams of its own."""
@@ -151,10 +158,11 @@ class Drawer:
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
 
     async def sample(self, request: pb.SampleRequest, seconds: float | None) -> list[Sample]:
-        """A batch that the caller owns, or that is leased to the caller for `request.lease` seconds.
+        """Draws a batch and acknowledges it, so that the caller owns it.
 
-        The batch has fewer rows than `min_samples` in one case: a shard goes away after it gave its rows and before it
-        confirmed their acknowledgement, and the other shards cannot give as many rows in time.
+        If `request.lease` is set, the batch is leased to the caller for this number of seconds instead. A batch without
+        a lease has fewer rows than `min_samples` in one case: a shard goes away after it gave its rows and before it
+        confirmed their acknowledgement, and the other shards cannot replace these rows in time.
         """
         _check_rows(request)
         deadline = Deadline(seconds)
@@ -168,7 +176,7 @@ class Drawer:
             try:
                 drawn = await self.draw(rest_of(request, acknowledged), deadline, request.lease)
             except DeadlineExceededError:
-                if acknowledged:  # these rows cannot be requeued any more, so return them, or they would be lost
+                if acknowledged:  # these rows cannot be requeued any more, and would be lost if this call raised
                     break
                 raise
             if request.lease:
@@ -179,11 +187,12 @@ class Drawer:
         return acknowledged
 
     async def draw(self, request: pb.SampleRequest, deadline: Deadline, lease: float = 0.0) -> list[Sample]:
-        """A batch from one or more shards, which the caller must acknowledge unless it has a lease.
+        """Draws a batch from one or more shards. The caller must acknowledge the batch unless it has a lease.
 
-        Raises DeadlineExceededError with the reason if there is no batch; then all drawn rows are requeued.
+        If there is no batch before the deadline, requeues all drawn rows and raises DeadlineExceededError with the
+        reason.
         """
-        # First try with the weights of the last answers, which costs no further message.
+        # First try with the last known weights, because to request new weights costs a message to each shard.
         known_weights = await self._known_weights(request, deadline)
         drawn = await self._fill(request, request.num_samples, known_weights, lease)
         if drawn:
@@ -192,9 +201,12 @@ class Drawer:
         while True:
             is_last_attempt = deadline.passed  # when the time is up, one more attempt follows, for fewer rows
             weights = await self._weigh(request, await self._fleet.reachable(deadline))
-            # When the time is up, `min_samples` rows are enough. This number is 0 for the rest of a batch that has
-            # enough rows already, but `_fill` returns an empty list if there is no row.
-            least = max(1, _least(request)) if is_last_attempt else request.num_samples
+            if is_last_attempt:
+                # When the time is up, `min_samples` rows are enough. But they can be 0, for the rest of a batch that
+                # has enough rows already. Then require one row, because a draw without rows counts as failed below.
+                least = max(1, _least(request))
+            else:
+                least = request.num_samples
             drawn = await self._fill(request, least, weights, lease)
             if drawn:
                 return drawn
@@ -204,11 +216,13 @@ class Drawer:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def acknowledge(self, request: pb.SampleRequest, samples: list[Sample], lease: float = 0.0) -> list[Sample]:
-        """Acknowledges samples at their shards, and returns the samples whose shards confirm that.
+        """Acknowledges samples at their shards, and returns the samples whose acknowledgement is confirmed.
 
-        A shard that goes away confirms nothing. `settled` asks that shard again later, even if the caller was
-        interrupted here. With a `lease`, this method does not acknowledge the samples, but begins their leases of
-        `lease` seconds.
+        A shard that goes away confirms nothing. `settled` later acknowledges the samples of such a shard once more. It
+        does so even if the caller is interrupted in this method.
+
+        With `lease`, this method does not acknowledge the samples, but begins leases of `lease` seconds, and returns
+        the samples whose leases have begun.
         """
         parts = {_part_of(sample) for sample in samples}
         acknowledged: set[Part] = set()
@@ -225,31 +239,33 @@ class Drawer:
         return confirmed
 
     def _remember_unsure(self, request: pb.SampleRequest, samples: list[Sample], unsure: set[Part]) -> None:
-        """Adds the samples of the parts `unsure` to `_unsure`, an entry for each part."""
-        same_call = request.SerializeToString(deterministic=True)
+        """Adds an entry for each of the parts `unsure` to `_unsure`, with the samples of the part."""
+        request_bytes = request.SerializeToString(deterministic=True)
         for part in unsure:
-            rows = [sample for sample in samples if _part_of(sample) == part]
-            self._unsure.append((same_call, rows))
+            samples_of_part = [sample for sample in samples if _part_of(sample) == part]
+            self._unsure.append((request_bytes, samples_of_part))
 
     async def settled(self, request: pb.SampleRequest, rows: int) -> list[Sample]:
-        """Up to `rows` rows of earlier batches of an equal request, which lost these rows because a shard went away.
+        """Acknowledges once more the rows of shards that went away before they confirmed them, and that are back now.
 
-        The shard is back, and confirms now that it gave the rows to this client.
+        The rows are from earlier batches of an equal request, which were returned without these rows. Returns the rows
+        that the shards confirm now, at most `rows`.
         """
-        settled: list[Sample] = []
-        same_call = request.SerializeToString(deterministic=True)  # equal bytes for equal arguments
-        for entry in [entry for entry in self._unsure if entry[0] == same_call]:
+        confirmed: list[Sample] = []
+        request_bytes = request.SerializeToString(deterministic=True)  # equal bytes for equal arguments
+        entries = [entry for entry in self._unsure if entry[0] == request_bytes]
+        for entry in entries:
             _, samples = entry
             shard = self._fleet.named(samples[0].info.shard)
             if shard is None or not shard.is_up:
                 continue
-            if len(settled) + len(samples) > rows:  # more rows than the batch lacks
+            if len(confirmed) + len(samples) > rows:  # more rows than the batch lacks
                 continue
             if entry not in self._unsure:  # another call has removed this entry during the `await` below
                 continue
             self._unsure.remove(entry)  # so that no other call acknowledges this part too
-            settled += await self.acknowledge(request, samples)
-        return settled
+            confirmed += await self.acknowledge(request, samples)
+        return confirmed
 
     def requeue(self, samples: Iterable[Sample]) -> None:
         """Requeues samples at the shards that can be reached. The other shards requeue their samples by themselves."""
@@ -259,7 +275,11 @@ class Drawer:
                 self.stream(shard).give_up(draw_id)
 
     async def _known_weights(self, request: pb.SampleRequest, deadline: Deadline) -> dict[Shard, Weight]:
-        """The last weight of each shard that is up. Requests the weight again if it is old, or if it had no rows."""
+        """Returns the last weight of each shard that is up.
+
+        First requests a new weight from each shard whose last weight is unknown, is old, or has no rows. Leaves out the
+        shards that do not answer.
+        """
         up = await self._fleet.reachable(deadline)
         now = time.monotonic()
         distinct = not request.allow_repeats
@@ -270,14 +290,14 @@ class Drawer:
                 known.pop(shard, None)
         unknown = [shard for shard in up if shard not in known]
         if unknown:
-            # Ask without `scope` and `exclude`, because the answers serve other requests too.
+            # Ask without `scope` and `exclude`, so that other requests can use the answers too.
             plain = pb.SampleRequest(table=request.table, allow_repeats=request.allow_repeats)
             await self._weigh(plain, unknown)
         return {shard: known[shard][1] for shard in up if shard in known}
 
     async def _weigh(self, request: pb.SampleRequest, shards: Iterable[Shard]) -> dict[Shard, Weight]:
-        """The weights for this request, of the shards that answer. Draws no rows."""
-        requests = {shard: _shard_request(request, 0, 0.0, weigh=True) for shard in shards}
+        """Requests the weight of each shard for this request. Draws no rows. Leaves out shards that do not answer."""
+        requests = {shard: _shard_request(request, rows=0, lease=0.0, weigh=True) for shard in shards}
         answers = await self._ask(requests, _WEIGH_SECONDS)
         weights = {shard: answer.head.weight for shard, answer in answers.items()}
         if _is_plain(request):
@@ -289,9 +309,10 @@ class Drawer:
     async def _fill(
         self, request: pb.SampleRequest, least: int, weights: dict[Shard, Weight], lease: float
     ) -> list[Sample]:
-        """Up to `num_samples` rows, from shard after shard; empty if the shards have fewer than `least` rows now.
+        """Draws up to `num_samples` rows. If the shards have fewer than `least` rows now, returns an empty list.
 
-        `weights` are those of the shards that may give rows. With `lease`, the rows are leased for these seconds.
+        `weights` has the weight of each shard that may give rows. With `lease`, the rows are leased for `lease`
+        seconds. Rows that are drawn but not returned are requeued.
         """
         distinct = not request.allow_repeats
         rows = min(request.num_samples, _possible(weights, distinct))
@@ -306,16 +327,16 @@ class Drawer:
                 plan = self._plan(weights, rows - len(drawn), distinct)
                 if not plan:  # by their weights, the shards have no more rows
                     break
-                answers = await self._answers(rest_of(request, drawn), weights, plan, lease)
+                samples_of_shards = await self._draw_planned(rest_of(request, drawn), weights, plan, lease)
                 for shard, (count, _) in plan.items():
-                    samples = answers.get(shard, [])
+                    samples = samples_of_shards.get(shard, [])
                     for sample in samples:
                         info = sample.info
                         info.probability *= factors[shard]
                         info.shard = shard.name
                         info.table_size = table_size
                     drawn += samples
-                    if len(samples) < count:  # another client was faster, or the shard is gone: plan without it
+                    if len(samples) < count:  # another client was faster, or the shard is gone: go on without the shard
                         weights = {other: weight for other, weight in weights.items() if other is not shard}
         except BaseException:
             self.requeue(drawn)
@@ -324,17 +345,17 @@ class Drawer:
             self.requeue(drawn)
             return []
         if not ordered:
-            self._rng.shuffle(drawn)  # else the position of a row in the batch would tell its shard
+            self._rng.shuffle(drawn)  # otherwise the position of a row in the batch would depend on its shard
         return drawn
 
     def _plan(self, weights: Mapping[Shard, Weight], rows: int, distinct: bool) -> Plan:
-        """The rows to draw from each shard, at most `rows` together. A shard that gives no rows is absent."""
+        """Computes how many rows to draw from each shard, at most `rows` together. Leaves out shards without rows."""
         shard_weights = list(weights.values())
         plan: Plan = {}
         if any(weight.values for weight in shard_weights):  # the table balances
             values_of_shards = share_values(shard_weights, rows, distinct=distinct, rng=self._rng)
             for shard, values in zip(weights, values_of_shards, strict=True):
-                count = sum(value.rows for value in values)
+                count = sum(value_rows.rows for value_rows in values)
                 if count:
                     plan[shard] = (count, values)
         else:
@@ -344,49 +365,57 @@ class Drawer:
                     plan[shard] = (count, ())
         return plan
 
-    async def _answers(
+    async def _draw_planned(
         self, request: pb.SampleRequest, weights: Mapping[Shard, Weight], plan: Plan, lease: float
     ) -> dict[Shard, list[Sample]]:
-        """The samples that the shards give for this plan. Stores the weights that come with the answers.
+        """Draws as planned, and returns the samples of each shard that answers.
 
-        Lowers the weights of `weights` in place by the planned rows, if draws remove rows from the table.
+        Stores the weights that come with the answers. If draws remove rows from the table, reduces the weights in
+        `weights` by the planned rows, in place.
         """
         known = self._weights.setdefault(request.table, {})
         requests: dict[Shard, pb.SampleRequest] = {}
         for shard, (count, values) in plan.items():
             weight = weights[shard]
-            # A weight that comes with this answer costs no message. A request for only a weight, which follows when the
-            # last one is older than WEIGHTS_AGE, costs one. So renew the weight at half of that age.
-            is_old = shard not in known or time.monotonic() - known[shard][0] > WEIGHTS_AGE / 2
-            # If the table has no order, only the shard knows by how much a draw lowers the weight.
-            changes_unseen = weight.consuming and not weight.ordered
-            weigh = _is_plain(request) and (is_old or changes_unseen)
+            weigh = _is_plain(request) and self._needs_weight(request.table, shard, weight)
             if weight.consuming:  # another task may plan a draw with this weight before the answer arrives
                 use_up(weight, count, values)
             requests[shard] = _shard_request(request, count, lease, weigh=weigh, values=values)
         answers = await self._ask(requests, _ANSWER_SECONDS)
         for shard, shard_request in requests.items():
             answer = answers.get(shard)
-            if answer is None or len(answer.head.keys) < shard_request.num_samples:  # the weight was wrong
-                known.pop(shard, None)
+            if answer is None or len(answer.head.keys) < shard_request.num_samples:
+                known.pop(shard, None)  # the weight was wrong, so the next draw requests it anew
             elif shard_request.weigh:
                 known[shard] = (time.monotonic(), answer.head.weight)
         return {shard: samples_of(answer.head, answer.payloads, leased=True) for shard, answer in answers.items()}
 
+    def _needs_weight(self, table: str, shard: Shard, weight: Weight) -> bool:
+        """True if a draw from the shard should also bring a new weight. `weight` is its weight in the plan."""
+        if weight.consuming and not weight.ordered:  # only the shard knows by how much the draw lowers its weight
+            return True
+        known = self._weights[table]
+        if shard not in known:
+            return True
+        # When the known weight is older than WEIGHTS_AGE, the client requests a new one, which costs a message. A new
+        # weight in the answer to a draw costs no message, so ask for it in this way at half of that age already.
+        answered_at, _ = known[shard]
+        return time.monotonic() - answered_at > WEIGHTS_AGE / 2
+
     async def _ask(
         self, requests: Mapping[Shard, pb.SampleRequest], seconds: float
     ) -> dict[Shard, Frame[pb.SampleResponse]]:
-        """The answers of the shards. Leaves out the shards that have no rows, or do not answer within `seconds`.
+        """Sends each shard its request, and returns the answers of the shards.
 
-        Raises the error of a shard that refuses. After an error, and if the caller is cancelled, all drawn rows are
-        requeued.
+        Leaves out the shards that have no rows, are gone, or do not answer within `seconds`. Raises the error of a
+        shard that refuses its request. After an error, or if the caller is cancelled, requeues all drawn rows.
         """
         futures = {shard: self.stream(shard).draw(request) for shard, request in requests.items()}
         answers: dict[Shard, Frame[pb.SampleResponse]] = {}
         try:
             await self._wait_for_answers(futures, seconds)
             for shard, future in futures.items():
-                if not future.done():  # too late: if the shard draws rows after all, it requeues them
+                if not future.done():  # too late: if the shard still draws rows, it must requeue them
                     self.stream(shard).give_up(requests[shard].id)
                     continue
                 error = future.exception()
@@ -403,18 +432,18 @@ class Drawer:
         return answers
 
     def _gives_nothing(self, shard: Shard, error: BaseException) -> bool:
-        """True if the batch goes on without the shard after this error."""
+        """True if the error means that the shard has no rows or is gone. The batch then goes on without the shard."""
         if isinstance(error, ServerClosedError):
             # The channel was closed. Either the fleet has removed this shard, or the whole client was closed.
             was_removed = self._fleet.named(shard.name) is not shard
             return was_removed
-        return isinstance(error, grpc.aio.AioRpcError) and error.code() in _HAS_NOTHING
+        return isinstance(error, grpc.aio.AioRpcError) and error.code() in _GIVES_NOTHING_CODES
 
     async def _wait_for_answers(self, futures: Mapping[Shard, asyncio.Future[Any]], seconds: float) -> None:
-        """Returns when all shards have answered, except for shards that hang or need more than `seconds`.
+        """Waits until each shard has answered, hangs, or has had its time.
 
-        Each shard has LATE_SECONDS first. A shard that is late is then probed, and has `seconds` more if it answers the
-        probe.
+        Each shard has LATE_SECONDS to answer. A shard that has not answered by then is probed. If it answers the probe,
+        it has `seconds` more. If it does not, it hangs.
         """
         if futures:
             await asyncio.wait(futures.values(), timeout=LATE_SECONDS)
@@ -425,13 +454,14 @@ class Drawer:
             await asyncio.wait(slow, timeout=seconds)
 
     async def _acknowledge_parts(self, parts: set[Part], lease: float) -> tuple[set[Part], set[Part]]:
-        """Acknowledges the parts, or with `lease` begins their leases of these seconds.
+        """Acknowledges the parts, or with `lease` begins leases of `lease` seconds for them.
 
-        Returns first the parts for which that succeeded, then the parts whose shards did not answer. The other parts
-        were requeued before.
+        Returns two sets: the parts for which the shards confirm this, and the parts whose shards did not answer. All
+        other parts had been requeued already.
         """
         futures: dict[Shard, asyncio.Future[pb.SampleResponse]] = {}
-        for name in {name for name, _ in parts}:
+        names = {name for name, _ in parts}
+        for name in names:
             shard = self._fleet.named(name)
             if shard is None:  # the fleet has removed the shard: its parts count as not answered
                 continue
@@ -457,12 +487,12 @@ class ShardedSampler(AsyncSampler):
 
     def __init__(self, fleet: Fleet, series: Series) -> None:
         """Raises InvalidRequestError for an impossible number of rows."""
-        self._drawer = Drawer(fleet)  # before the check below, because `__del__` needs it even if the check raises
+        self._drawer = Drawer(fleet)  # set before the check, because `__del__` uses it even if the check raises
         self._series = series
         _check_rows(series.request)
         self._request = series.request
         self._lease = series.request.lease
-        """Seconds; 0: no lease."""
+        """Seconds for which each batch is leased to the caller; 0: no lease."""
         self._drawing: deque[asyncio.Task[list[Sample]]] = deque()
         """The tasks that draw batches ahead."""
         self._acknowledged: list[Sample] = []
@@ -471,7 +501,7 @@ class ShardedSampler(AsyncSampler):
         self._closed = False
 
     async def __anext__(self) -> list[Sample]:
-        """The next batch. Raises DeadlineExceededError, with the reason, if no batch comes within the timeout."""
+        """Returns the next batch. Raises DeadlineExceededError, with the reason, if none comes within the timeout."""
         if self._closed:
             raise StopAsyncIteration
         deadline = Deadline(self._series.timeout)
@@ -480,11 +510,11 @@ class ShardedSampler(AsyncSampler):
             if settled:
                 self._acknowledged += settled
                 continue
-            if self._acknowledged:  # a batch that was drawn ahead would be too large: draw only the missing rows
+            if self._acknowledged:  # draw only the missing rows, because a batch that was drawn ahead is too large
                 drawn = await self._drawer.draw(rest_of(self._request, self._acknowledged), deadline)
             else:
                 drawn = await self._drawn_ahead(deadline)
-                # Start the next draws before the acknowledgement below, which then travels in their messages.
+                # Start the next draws before the acknowledgement below, so that one message carries both.
                 self._draw_ahead(self._series.prefetch)
             if self._lease:
                 self._series.on_lease(drawn)
@@ -494,7 +524,11 @@ class ShardedSampler(AsyncSampler):
         return batch
 
     async def _drawn_ahead(self, deadline: Deadline) -> list[Sample]:
-        """The next batch that was drawn ahead. Waits for one until the deadline, and then raises the reason."""
+        """Returns a batch that was drawn ahead, and waits for one until the deadline.
+
+        If there is none by then, draws once more without a wait. This draw raises DeadlineExceededError with the reason
+        if there is still no batch.
+        """
         self._draw_ahead(max(1, self._series.prefetch))
         # Wait for any batch, because batches that are drawn at the same time have no order.
         await asyncio.wait(self._drawing, timeout=deadline.seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -502,25 +536,26 @@ class ShardedSampler(AsyncSampler):
             if task.done():
                 self._drawing.remove(task)
                 return task.result()
-        # The time is up. Make one more draw: if there is still no batch, its error has the reason.
-        return await self._drawer.draw(self._request, deadline)
+        return await self._drawer.draw(self._request, deadline)  # the time is up
 
     def _draw_ahead(self, batches: int) -> None:
-        """Starts tasks until `batches` of them draw or have drawn a batch."""
+        """Starts tasks that draw, until `_drawing` has a task for each of `batches` batches."""
         while len(self._drawing) < batches:
             task = asyncio.create_task(self._drawer.draw(self._request, Deadline(None)))
             task.add_done_callback(_ignore_error)
             self._drawing.append(task)
 
     async def close(self) -> None:
-        """Requeues the batches that were drawn ahead."""
+        """Requeues the batches that were drawn ahead, and ends the streams."""
         self._closed = True
         drawing = self._drawing
         self._drawing = deque()
         for task in drawing:
             task.cancel()
         await asyncio.gather(*drawing, return_exceptions=True)
-        if self._lease:  # the rows of an incomplete batch, whose leases have begun already
+        if self._lease:
+            # The leases of the rows of an incomplete batch have begun already, so the end of the streams does not
+            # requeue these rows.
             self._drawer.requeue(self._acknowledged)
         await self._drawer.close()
 
@@ -529,16 +564,17 @@ class ShardedSampler(AsyncSampler):
 
 
 def _ignore_error(ended: asyncio.Task[Any]) -> None:
-    """Retrieves the error of a draw. asyncio logs an error that no code has retrieved, as after `close`."""
+    """Retrieves the error of a draw, because asyncio logs errors that no code retrieves, as after `close`."""
     if not ended.cancelled():
         ended.exception()
 
 
 def _probability_factors(weights: Mapping[Shard, Weight], ordered: bool) -> dict[Shard, float]:
-    """By the shard: the factor that makes the probability of a row at the shard the probability among all shards.
+    """For each shard, the factor that turns a row's probability at the shard into its probability among all shards.
 
     The factor is the shard's share of the total weight. It is 1 for a table with an order, and if the total weight is
-    0. It is 1 for a table with balanced values, too: its factors are in the plan (`ValueRows.share`).
+    0. It is also 1 for a table that balances values, because the plan has the factors of the values
+    (`ValueRows.share`).
     """
     total = sum(weight.total for weight in weights.values())
     factors: dict[Shard, float] = {}
@@ -553,7 +589,7 @@ def _probability_factors(weights: Mapping[Shard, Weight], ordered: bool) -> dict
 def _shard_request(
     request: pb.SampleRequest, rows: int, lease: float, *, weigh: bool, values: Sequence[pb.ValueRows] = ()
 ) -> pb.SampleRequest:
-    """The request to one shard for up to `rows` rows of the batch, and with `weigh` for the shard's weight too.
+    """The request to one shard for up to `rows` rows of the batch. With `weigh` it asks for the shard's weight, too.
 
     The shard answers at once with the rows that it has, because the timeout is 0 and one row is enough.
     """
@@ -570,42 +606,45 @@ def _shard_request(
 
 
 def _least(request: pb.SampleRequest) -> int:
-    """The number of rows that is enough when the time is up."""
+    """The number of rows that are enough when the time is up."""
     return request.min_samples if request.HasField("min_samples") else request.num_samples
 
 
 def _check_rows(request: pb.SampleRequest) -> None:
     """Raises InvalidRequestError for impossible numbers of rows.
 
-    A single server checks the numbers itself. Of several shards, none sees the request for the whole batch.
+    A single server checks the numbers itself. But no shard of several sees the request for the whole batch, so the
+    client checks them.
     """
     if not 1 <= _least(request) <= request.num_samples:
         raise InvalidRequestError(f"min_samples {_least(request)} must be from 1 to num_samples {request.num_samples}")
 
 
 def _is_plain(request: pb.SampleRequest) -> bool:
-    """True if the weights for this request hold for other requests of the table, too."""
+    """True if the request draws from the whole table, so that its weights hold for other requests of the table, too."""
     return not request.scope and not request.exclude
 
 
 def _part_of(sample: Sample) -> Part:
-    """The part of the batch to which the sample belongs, until it is acknowledged."""
+    """The part of the batch to which the sample belongs. The sample must not be acknowledged yet."""
     return sample.info.shard, sample.info.lease_id
 
 
-def rest_of(request: pb.SampleRequest, acknowledged: list[Sample]) -> pb.SampleRequest:
-    """The request for the rest of a batch that has these samples already: acknowledged ones, or only drawn ones.
+def rest_of(request: pb.SampleRequest, samples: list[Sample]) -> pb.SampleRequest:
+    """The request for the rest of a batch that has these samples already.
 
-    The request excludes their keys, unless an item may be in the batch twice.
+    The samples are acknowledged, or only drawn. The request excludes their keys, unless an item may be in the batch
+    twice.
     """
-    if not acknowledged:
+    if not samples:
         return request
     rest = pb.SampleRequest()
     rest.CopyFrom(request)
-    rest.num_samples = request.num_samples - len(acknowledged)
-    rest.min_samples = max(0, _least(request) - len(acknowledged))
+    rest.num_samples = request.num_samples - len(samples)
+    rest.min_samples = max(0, _least(request) - len(samples))
     if not request.allow_repeats:
-        rest.exclude.extend({sample.info.key for sample in acknowledged} - set(request.exclude))
+        keys = {sample.info.key for sample in samples}
+        rest.exclude.extend(keys - set(request.exclude))
     return rest
 
 
@@ -615,10 +654,10 @@ def _possible(weights: Mapping[Shard, Weight], distinct: bool) -> int:
 
 
 def _reason(request: pb.SampleRequest, weights: Mapping[Shard, Weight]) -> str:
-    """The reason why there is no batch, for the error of a caller whose time is up."""
+    """Says why there is no batch, for the error that a caller gets whose time is up."""
     if not weights:
         return f"{request.table}: no shard answered"
     reasons = [f"{shard.name}: {weight.reason}" for shard, weight in weights.items() if weight.reason]
     possible = _possible(weights, not request.allow_repeats)
-    wanted = f"{possible} of {request.num_samples} samples available on {counted(len(weights), 'shard')}"
-    return f"{request.table}: {wanted}; " + "; ".join(reasons)
+    available = f"{possible} of {request.num_samples} samples available on {counted(len(weights), 'shard')}"
+    return f"{request.table}: {available}; " + "; ".join(reasons)

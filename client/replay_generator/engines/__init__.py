@@ -18,7 +18,8 @@ from replay_client.settings import Count, Share, settings
 from replay_protos.words import counted
 
 LOGPROBS_MODE = "processed_logprobs"
-"""`Completion.logprobs` are of the distribution that tokens are drawn from: after temperature, min_p, top_k, top_p."""
+"""The mode of `Completion.logprobs`. They are of the distribution from which tokens are drawn, which is the one after
+temperature, min_p, top_k and top_p."""
 
 
 class EngineError(ReplayError):
@@ -39,9 +40,11 @@ class SamplingConfig:
     """
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divides the logits; above 0 and at most 2. Not 0: the log-probability of a greedy choice says nothing."""
+    """Divides the logits; above 0 and at most 2.
+
+    It cannot be 0, because the log-probability of a greedy choice says nothing."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keeps the fewest likely tokens that reach this sum; 1: all."""
+    """Keeps the fewest of the most likely tokens whose probabilities reach this sum; 1: all."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Keeps this many of the most likely tokens; 0: all."""
     min_p: Share = 0.0
@@ -49,7 +52,8 @@ class SamplingConfig:
     sampling_masks: Annotated[int, Field(ge=0, lt=2**31 - 1)] = 512
     """The most ids of kept tokens to store for a token; 0: none. Only with top_p, top_k or min_p.
 
-    An id takes 4 bytes. A larger set of ids is left out and counted. For such a token, the trainer takes all tokens."""
+    An id takes 4 bytes. A larger set of ids is left out and counted. For such a token, the trainer computes the
+    log-probability relative to all tokens of the vocabulary."""
     max_tokens: Annotated[Count, Field(lt=2**31)] = 256
     """The most tokens of a completion. A completion that reaches this length has the finish reason "length"."""
     seed: int | None = None
@@ -57,7 +61,10 @@ class SamplingConfig:
 
     @property
     def largest_mask(self) -> int:
-        """The most ids of the mask of one token. 0: no masks are stored, as none are wanted or every token is kept."""
+        """The most ids of the mask of one token; 0: no masks are stored.
+
+        No masks are stored if none are wanted, or if sampling keeps all tokens.
+        """
         if not truncates(vars(self)):
             return 0
         return self.sampling_masks
@@ -66,8 +73,8 @@ class SamplingConfig:
         """The fields as a group stores them, with `logprobs_mode`, and without `sampling_masks`."""
         fields = asdict(self)
         del fields["sampling_masks"]  # it says what to store, and not how tokens are drawn
-        if not self.min_p:  # 0 is the same as no field, and groups stay small
-            del fields["min_p"]
+        if not self.min_p:
+            del fields["min_p"]  # a group without the field has min_p 0, and is smaller
         return {**fields, "logprobs_mode": LOGPROBS_MODE}
 
 
@@ -98,13 +105,13 @@ class Completion:
     engine has read, in order, from the first token of the prompt on."""
 
     def cut(self, tokens: int, text: str) -> Completion:
-        """The completion of the first `tokens`, whose text is `text`, as if the policy had ended it there."""
-        lost = len(self.token_ids) - tokens
+        """The completion of only the first `tokens`, whose text is `text`, as if the policy had ended it there."""
+        dropped = len(self.token_ids) - tokens
 
-        def first(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        def first_rows(name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
             """The part of an extra that belongs to the first `tokens`."""
             if self.axes.get(name.removesuffix(OFFSETS)) != RAGGED:
-                return values[: len(values) - lost]  # a row for each token, of the prompt too if the axis is "whole"
+                return values[: len(values) - dropped]  # a row for each token, of the prompt too for the axis "whole"
             if name.endswith(OFFSETS):
                 return values[: tokens + 1]
             end = self.extras[name + OFFSETS][tokens]  # the end of the set of the last token that stays
@@ -118,14 +125,14 @@ class Completion:
             finish_reason="stop",
             policy_versions=self.policy_versions[:tokens],
             loss_mask=None if self.loss_mask is None else self.loss_mask[:tokens],
-            extras={name: first(name, values) for name, values in self.extras.items()},
+            extras={name: first_rows(name, values) for name, values in self.extras.items()},
         )
 
 
 OnFinished = Callable[[int, Completion], None]
 """Receives the number of a completion in its request, and the completion."""
 
-_MOST_TOKENS = 1 << 31
+_TOKEN_LIMIT = 1 << 31
 """A group holds only token ids below this number, because they are int32."""
 
 
@@ -142,14 +149,14 @@ def fault_of(completion: Completion | None, sampling: SamplingConfig, vocabulary
         return "has the finish_reason 'error': the log of the engine says why"
     tokens_T = np.asarray(completion.token_ids)
     logprobs_T = np.asarray(completion.logprobs, np.float64)
-    versions = len(completion.policy_versions)
-    tokens = counted(tokens_T.size, "token")
-    if not tokens_T.size == logprobs_T.size == versions:
-        return f"has {tokens}, {logprobs_T.size} logprobs, {versions} policy_versions: it needs as many"
+    num_versions = len(completion.policy_versions)
+    length = counted(tokens_T.size, "token")
+    if not tokens_T.size == logprobs_T.size == num_versions:
+        return f"has {length}, {logprobs_T.size} logprobs, {num_versions} policy_versions: it needs as many"
     # A completion with a loss mask has several turns. `max_tokens` limits each turn, and not all together.
     if tokens_T.size > sampling.max_tokens and completion.loss_mask is None:
-        return f"has {tokens}, and max_tokens is {sampling.max_tokens}: does the engine know that?"
-    limit = vocabulary or _MOST_TOKENS
+        return f"has {length}, and max_tokens is {sampling.max_tokens}: does the engine know that?"
+    limit = vocabulary or _TOKEN_LIMIT
     wrong_tokens = tokens_T[(tokens_T < 0) | (tokens_T >= limit)]
     if wrong_tokens.size:
         token = wrong_tokens[0]
@@ -171,7 +178,8 @@ def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
         return why
     if getattr(engine, "vocabulary", None) is not None:
         return ""
-    # The model's number of tokens is unknown, so the tokenizer decides: the engine may die of a token that neither has.
+    # The model's number of tokens is unknown. So the tokens of the tokenizer are allowed, and no others, because the
+    # engine may die of a token that its model does not have.
     highest = max(token_ids)
     size = _size_of(engine.tokenizer, highest)
     if size is not None and highest >= size:
@@ -180,20 +188,21 @@ def why_unfit(engine: Engine, token_ids: Sequence[int]) -> str:
 
 
 def why_unknown(engine: Engine, token_ids: Sequence[int]) -> str:
-    """The first of these tokens that the engine's model does not have, with the remedy; "" if the model has all.
+    """One of these tokens that the engine's model does not have, with the remedy; "" if the model has all.
 
-    An engine may die of a token for which its model has no row. `Engine.vocabulary` decides: a tokenizer may have
-    tokens that the model lacks, and a model may draw tokens that the tokenizer lacks.
+    An engine may die of a token for which its model has no row. `Engine.vocabulary` decides, and not the tokenizer: a
+    tokenizer may have tokens that the model lacks, and a model may draw tokens that the tokenizer lacks.
     """
     lowest = min(token_ids, default=0)
     highest = max(token_ids, default=0)
     vocabulary = getattr(engine, "vocabulary", None)
     if lowest < 0:
         return f"the token {lowest}, and tokens are 0 or above"
-    if highest < (vocabulary or _MOST_TOKENS):
+    limit = vocabulary or _TOKEN_LIMIT
+    if highest < limit:
         return ""
     if vocabulary is None:
-        return f"the token {highest}, and no group holds tokens from {_MOST_TOKENS} on"
+        return f"the token {highest}, and no group holds tokens from {_TOKEN_LIMIT} on"
     wrong = f"the token {highest}, and the model has the tokens 0 to {vocabulary - 1}"
     size = _size_of(engine.tokenizer, highest)
     if size is not None and highest < size:
@@ -204,21 +213,23 @@ def why_unknown(engine: Engine, token_ids: Sequence[int]) -> str:
 def _size_of(tokenizer: Any, token: int) -> int | None:
     """The number of tokens of a tokenizer; None: unknown.
 
-    The ids of a tokenizer may have gaps. So if `token` is not below that number, this returns the highest id plus one.
+    The ids of a tokenizer may have gaps, so an id may be above the number of tokens. If `token` is not below that
+    number, the result is at least the highest id plus one.
     """
     if not hasattr(tokenizer, "__len__"):
         return None
     size = len(tokenizer)
-    if token >= size and hasattr(tokenizer, "get_vocab"):  # only then is it worth to list all ids
-        size = max(size, max(tokenizer.get_vocab().values(), default=-1) + 1)
+    if token >= size and hasattr(tokenizer, "get_vocab"):  # only in this case, because it is slow to list all ids
+        highest_id = max(tokenizer.get_vocab().values(), default=-1)
+        size = max(size, highest_id + 1)
     return size
 
 
 def text_of(tokenizer: Any, token_ids: Sequence[int], **options: Any) -> str:
     """The text of these tokens, by `tokenizer.decode`, which gets `options`.
 
-    A model may draw tokens that only pad its embedding. They have no text, and are left out. Some tokenizers leave them
-    out themselves, and some raise an error.
+    A model may draw tokens that only pad its embedding. They have no text, so this leaves them out. Some tokenizers do
+    so themselves, and others raise an error.
     """
     try:
         return str(tokenizer.decode(token_ids, **options))
@@ -241,8 +252,9 @@ class Engine(Protocol):
     tokenizer: Any
     """A tokenizer of `transformers`, or an object with the same methods."""
     max_length: int
-    """The most tokens of a prompt with one completion. This length also chooses the rotary frequencies, if a model has
-    several. An engine whose frequencies were chosen by a greater length has that length as `served_length`."""
+    """The most tokens of a prompt with one completion. If a model has several sets of rotary frequencies, this length
+    also chooses one of them. An engine whose frequencies were chosen by a greater length has that length as
+    `served_length`."""
     vocabulary: int | None
     """The number of tokens of the model, with those that only pad its embedding; None: unknown.
 
@@ -260,8 +272,8 @@ class Engine(Protocol):
         """Draws `n` completions of a prompt of fewer than `max_length` tokens.
 
         `finished` is called on the event loop with the number of a completion, from 0 to n - 1, and the completion. The
-        call comes as soon as this completion has ended, while others may still be drawn. An engine that notices ends
-        only when all completions have ended need not call `finished`.
+        call comes as soon as this completion has ended, while others may still be drawn. If an engine only knows that a
+        completion has ended when all of them have ended, it need not call `finished`.
         """
         ...
 

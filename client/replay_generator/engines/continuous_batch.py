@@ -2,11 +2,11 @@
 
     waiting ──prefill──▶ cohort ──merge──▶ cohort ──draw a token of every row──▶ rows that ended leave
        ▲                                                      │
-       └─────────────────── new weights: every row ───────────┘
+       └───────────── new weights: every row waits again ─────┘
 
-A cohort is a set of rows that share one cache, in which shorter rows are padded on the left. Cohorts merge if their
-caches hold only keys and values. With any other cache (sliding windows, recurrent states) every prefill stays a
-separate cohort, which is slower.
+A row is one completion. A cohort is a set of rows that share one cache, in which shorter rows are padded on the left.
+Cohorts merge if their caches hold only keys and values of all tokens. With any other cache (sliding windows, recurrent
+states) every prefill stays a separate cohort, which is slower.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class Row:
     uniforms: random.Random
     """The random numbers of this row alone: a number in [0, 1) for each token."""
     ended: Any
-    """The future in which the owner of the row gets the completion. Any thread may cancel it: the row then leaves at
-    the next token."""
+    """The future in which the owner of the row gets the completion. Any thread may cancel this future. Then the row
+    leaves at the next token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     sampling_masks: list[list[int]] = field(default_factory=list)
-    """For each token, the ids from which it was drawn, or an empty list if they were too many. Without masks in the
-    sampling, there is no entry for any token."""
+    """For each token, the ids from which it was drawn, or an empty list if they were too many. If `sampling` wants no
+    masks, there is no entry for any token."""
     routed: list[torch.Tensor] = field(default_factory=list)
-    """The experts (tokens, layers, K) of all tokens that the model has read. The list holds consecutive pieces of them,
-    and is empty without `routing`."""
+    """The experts of all tokens that the model has read, as consecutive pieces (tokens, layers, K). Empty if the batch
+    does not note experts (`routing`)."""
     finish_reason: str | None = None
 
 
 @dataclass
 class _Cohort:
-    """R rows that have not ended. The cache holds all tokens of each row, except its last one."""
+    """R rows that have not ended. The cache holds all tokens of each row except the last token of the row."""
 
     rows: list[Row]
     cache: Any
@@ -79,7 +79,7 @@ class ContinuousBatch:
     ) -> None:
         """`end_ids`: tokens that end a completion. `max_length`: the most tokens of a prompt with its completion.
 
-        `max_rows`: the most completions under way at a time. Further completions wait. `seed` None draws a new seed.
+        `max_rows`: the most completions under way at a time. Further completions wait. `seed` None: a random seed.
         `routing`: note the experts of each token.
         """
         self._routing = routing
@@ -99,9 +99,9 @@ class ContinuousBatch:
         return bool(self._waiting or self._cohorts)
 
     def add(self, prompt_ids: list[int], sampling: SamplingConfig, ended: Iterable[Any]) -> list[Row]:
-        """Adds rows for a prompt: one for each future of `ended`. Returns these rows, which wait for a `step`.
+        """Adds a row for each future of `ended`, all with the same prompt. Returns these rows, which wait for a `step`.
 
-        A future of `ended` is `Row.ended` of its row.
+        Each future becomes `Row.ended` of its row.
         """
         limit = min(sampling.max_tokens, self._max_length - len(prompt_ids))
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
@@ -122,14 +122,13 @@ class ContinuousBatch:
         """Draws from `model` from the next token on. Keys and values of all rows are computed again."""
         self._model = model
         self._version = version
-        # The names of the inputs that the model takes.
-        self._accepts = set(inspect.signature(model.forward).parameters)
-        self._cache_name = name_of_cache(model, self._accepts)
-        while self._hooks:  # of the model before
+        self._input_names = set(inspect.signature(model.forward).parameters)
+        self._cache_name = name_of_cache(model, self._input_names)
+        while self._hooks:  # these are still on the model before
             self._hooks.pop().remove()
         if self._routing:
             self._hooks += [router.register_forward_hook(self._note_experts) for router in routers_of(model)]
-        self._waiting = self.clear()  # each row is prefilled again, with the tokens that it has drawn
+        self._waiting = self.clear()  # all rows wait to be prefilled again, with the tokens that they have drawn
 
     def clear(self) -> list[Row]:
         """Drops all rows and their caches. Returns the rows: first those under way, then those that wait."""
@@ -147,15 +146,16 @@ class ContinuousBatch:
         Waiting rows are admitted as long as there is room, and also get a token.
         """
         with torch.inference_mode():
-            self._waiting = [row for row in self._waiting if not row.ended.done()]  # without cancelled rows
+            self._waiting = [row for row in self._waiting if not row.ended.done()]  # drops cancelled rows
             for cohort in self._cohorts:
-                self._draw(cohort, self._decode(cohort))
-            # A row that has just got its last token still takes room: it is dropped below.
+                logits_RV = self._decode(cohort)
+                self._draw(cohort, logits_RV)
+            # A row that has just got its last token still takes room, because it is dropped only below.
             room = self._max_rows - sum(len(cohort.rows) for cohort in self._cohorts)
             admitted = self._waiting[:room]
             if admitted:
                 self._prefill(admitted)
-                del self._waiting[:room]  # not earlier: if the prefill fails, `clear` must return these rows, too
+                del self._waiting[:room]  # only now, because `clear` must return these rows, too, if the prefill fails
             ended: list[Row] = []
             for cohort in self._cohorts:
                 ended += [row for row in cohort.rows if row.finish_reason]
@@ -176,7 +176,10 @@ class ContinuousBatch:
                 assert len(row.logprobs) == len(row.policy_versions) == len(row.token_ids), len(row.token_ids)
 
     def _prefill(self, rows: list[Row]) -> None:
-        """Makes a cohort of these rows. The model reads equal rows once, and each of them gets a copy of the cache."""
+        """Makes a cohort of these rows, and draws a token for each of them.
+
+        The model reads rows with the same tokens once, and each of these rows gets a copy of the cache.
+        """
         rows_by_ids: dict[tuple[int, ...], list[Row]] = {}
         for row in rows:
             ids = (*row.prompt_ids, *row.token_ids)
@@ -185,13 +188,15 @@ class ContinuousBatch:
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
         ids_BL = pad([torch.tensor(ids, device=device) for ids in rows_by_ids])
         mask_BL = pad([torch.ones(len(ids), dtype=torch.long, device=device) for ids in rows_by_ids])
-        # Each row of `routed_BL` has the experts (layers, K) of its L tokens, also of its padding on the left.
+        # `routed_BL` has the experts (layers, K) of L tokens for each row, also those of the padding on the left.
         logits_BV, cache, routed_BL = self._forward(ids_BL, mask_BL, None)
         cohort_rows: list[Row] = []
         indices: list[int] = []  # for each row of the cohort, the row of the forward pass
         for index, (ids, equal_rows) in enumerate(rows_by_ids.items()):
             for row in equal_rows:
-                row.routed = [] if routed_BL is None else [routed_BL[index, -len(ids) :]]
+                row.routed = []
+                if routed_BL is not None:
+                    row.routed.append(routed_BL[index, -len(ids) :])
                 cohort_rows.append(row)
                 indices.append(index)
         assert len(cohort_rows) == len(rows), "each row is in one cohort"
@@ -202,7 +207,7 @@ class ContinuousBatch:
         self._cohorts.append(cohort)
 
     def _decode(self, cohort: _Cohort) -> torch.Tensor:
-        """Logits (R, V) after the last token of each row."""
+        """Reads the last token of each row. Returns the logits (R, V) after it."""
         ids_R1 = torch.tensor([[row.token_ids[-1]] for row in cohort.rows], device=self._model.device)
         cohort.mask_RL = torch.cat([cohort.mask_RL, torch.ones_like(ids_R1)], dim=1)
         logits_RV, cohort.cache, routed_R1 = self._forward(ids_R1, cohort.mask_RL, cohort.cache)
@@ -214,17 +219,18 @@ class ContinuousBatch:
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: Any
     ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-        """Logits (rows, vocabulary), float32, after the last token, and the cache with `ids` in it.
+        """Runs the model on `ids` (rows, tokens). `mask` covers the tokens in `cache` and those in `ids`.
 
-        With `routing`, also the experts (rows, tokens, layers, K), uint8, of each of `ids`; otherwise None. `mask` also
-        covers the tokens in `cache`.
+        Returns the logits (rows, vocabulary) after the last token, in float32, and the cache with `ids` in it. With
+        `routing`, also returns the experts (rows, tokens, layers, K) of `ids`, as uint8; otherwise None.
         """
         # The position of a token is the number of tokens before it in its row, without padding.
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        all_positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        positions = all_positions[:, -ids.shape[1] :]
         inputs = {"input_ids": ids, "attention_mask": mask, self._cache_name: cache, "use_cache": True}
         optional = {"position_ids": positions, "logits_to_keep": 1}  # not every model accepts these
         for name, value in optional.items():
-            if name in self._accepts:
+            if name in self._input_names:
                 inputs[name] = value
         self._routed.clear()
         output = self._model(**inputs)
@@ -237,23 +243,26 @@ class ContinuousBatch:
         return logits, cache, routed
 
     def _note_experts(self, _router: Any, _inputs: Any, chosen: tuple[torch.Tensor, ...]) -> None:
-        """Notes the experts. torch calls this hook after each router. `chosen`: the router's logits, weights and
-        experts."""
-        self._routed.append(chosen[2].to(torch.uint8))
+        """Notes the experts of one layer. torch calls this hook after each router of the model.
+
+        `chosen`: the output of the router, which is its logits, its weights and its experts.
+        """
+        experts = chosen[2]
+        self._routed.append(experts.to(torch.uint8))
 
     def _draw(self, cohort: _Cohort, logits_RV: torch.Tensor) -> None:
-        """Draws the next token of each row."""
+        """Draws the next token of each row, and notes it in the row. `logits_RV` are those after the last token."""
         device = logits_RV.device
         samplings = [row.sampling for row in cohort.rows]
-        fields = [(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) for sampling in samplings]
+        settings = [(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) for sampling in samplings]
         assert len(logits_RV) == len(cohort.rows), (logits_RV.shape, len(cohort.rows))
-        temperature_R, top_p_R, top_k_R, min_p_R = torch.tensor(fields, device=device).T
+        temperature_R, top_p_R, top_k_R, min_p_R = torch.tensor(settings, device=device).T
         logprobs_RV = processed_logprobs(logits_RV, temperature_R, top_p_R, top_k_R, min_p_R)
         uniforms_R = torch.tensor([row.uniforms.random() for row in cohort.rows], dtype=torch.float64, device=device)
         tokens_R = _choose(logprobs_RV, uniforms_R)
-        chosen_R = logprobs_RV.gather(-1, tokens_R[:, None])[:, 0]
-        _note_kept(cohort.rows, logprobs_RV)
-        for row, token, logprob in zip(cohort.rows, tokens_R.tolist(), chosen_R.tolist(), strict=True):
+        token_logprobs_R = logprobs_RV.gather(-1, tokens_R[:, None])[:, 0]
+        _note_masks(cohort.rows, logprobs_RV)
+        for row, token, logprob in zip(cohort.rows, tokens_R.tolist(), token_logprobs_R.tolist(), strict=True):
             row.token_ids.append(token)
             row.logprobs.append(logprob)
             row.policy_versions.append(self._version)
@@ -267,11 +276,11 @@ class ContinuousBatch:
         for cohort in self._cohorts:
             keep: list[int] = []
             for index, row in enumerate(cohort.rows):
-                has_left = row.finish_reason or row.ended.done()
-                if not has_left:
+                has_ended = row.finish_reason or row.ended.done()
+                if not has_ended:
                     keep.append(index)
-            some_have_left = len(keep) < len(cohort.rows)
-            if keep and some_have_left:  # a cohort without rows is dropped below
+            some_have_ended = len(keep) < len(cohort.rows)
+            if keep and some_have_ended:  # a cohort that keeps no row is dropped as a whole below
                 indices = torch.tensor(keep, device=cohort.mask_RL.device)
                 cohort.mask_RL = cohort.mask_RL[indices]
                 cohort.cache.reorder_cache(indices)
@@ -291,7 +300,7 @@ def name_of_cache(model: Any, accepts: Iterable[str]) -> str:
 
 
 def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
-    """Merges the cohorts with plain caches into one cohort, and keeps all other cohorts."""
+    """Merges the cohorts with plain caches (`_is_plain`) into one cohort, and keeps all other cohorts."""
     plain: list[_Cohort] = []
     others: list[_Cohort] = []
     for cohort in cohorts:
@@ -306,15 +315,16 @@ def _merged(cohorts: list[_Cohort]) -> list[_Cohort]:
 
     def fitted(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """The tensor with `length` entries along `dim`, cut or zero-padded on the left."""
-        have = tensor.shape[dim]
-        if have >= length:
-            return tensor.narrow(dim, have - length, length)
+        size = tensor.shape[dim]
+        if size >= length:
+            return tensor.narrow(dim, size - length, length)
         shape = list(tensor.shape)
-        shape[dim] = length - have
-        return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
+        shape[dim] = length - size
+        padding = tensor.new_zeros(shape)
+        return torch.cat([padding, tensor], dim=dim)
 
     first = plain[0]
-    # The layers of the first cache are replaced by the merged ones. Keys and values are (rows, heads, tokens, size).
+    # The layers of the first cache get the keys and values of all caches. Both are (rows, heads, tokens, head size).
     for index, layer in enumerate(first.cache.layers):
         layers = [cohort.cache.layers[index] for cohort in plain]
         layer.keys = torch.cat([fitted(cohort_layer.keys, -2) for cohort_layer in layers])
@@ -342,14 +352,14 @@ def processed_logprobs(
     top_k_R: torch.Tensor,
     min_p_R: torch.Tensor,
 ) -> torch.Tensor:
-    """Log-probabilities (R, V) of the distribution from which tokens are drawn; -inf for tokens left out.
+    """Log-probabilities (R, V) of the distribution from which tokens are drawn; -inf for tokens that are not kept.
 
     The steps are in vLLM's order:
 
     1. Divide the logits by the temperature.
     2. Keep the tokens whose probability is at least `min_p` times the highest probability.
     3. Of these, keep the `top_k` most likely tokens (0: all), and all tokens that are as likely as the last of them.
-    4. Of these, keep the smallest set of most likely tokens whose probabilities reach `top_p`, at least one token.
+    4. Of these, keep the fewest of the most likely tokens whose probabilities reach `top_p`, but at least one token.
     """
     logits = logits_RV / temperature_R[:, None]
     vocabulary = logits.shape[-1]
@@ -357,28 +367,28 @@ def processed_logprobs(
         least_R1 = logits.amax(-1, keepdim=True) + min_p_R.log()[:, None]  # -inf for min_p 0, which all logits reach
         logits = logits.masked_fill(logits < least_R1, float("-inf"))
     if bool((top_k_R > 0).any()) or bool((top_p_R < 1).any()):
-        largest, order = logits.sort(dim=-1, descending=True)  # (R, V): the sorted logits, and their tokens
-        k = top_k_R.where(top_k_R > 0, vocabulary).clamp_max(vocabulary).long()
-        smallest_kept_R1 = largest.gather(-1, k[:, None] - 1)
-        largest = largest.masked_fill(largest < smallest_kept_R1, float("-inf"))
-        probabilities = largest.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # the sum of the more likely tokens
-        outside = (before >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
-        outside[:, 0] = False  # keep at least the most likely token
-        # Back from the order of the logits to that of the vocabulary.
-        logits = logits.scatter(-1, order, largest.masked_fill(outside, float("-inf")))
+        sorted_RV, tokens_RV = logits.sort(dim=-1, descending=True)  # the sorted logits, and the token of each
+        k_R = top_k_R.where(top_k_R > 0, vocabulary).clamp_max(vocabulary).long()
+        smallest_kept_R1 = sorted_RV.gather(-1, k_R[:, None] - 1)
+        sorted_RV = sorted_RV.masked_fill(sorted_RV < smallest_kept_R1, float("-inf"))
+        probabilities_RV = sorted_RV.softmax(-1)
+        sum_before_RV = probabilities_RV.cumsum(-1) - probabilities_RV  # the sum over all tokens that come earlier
+        outside_RV = (sum_before_RV >= top_p_R[:, None]) & (top_p_R[:, None] < 1)
+        outside_RV[:, 0] = False  # keep at least the most likely token
+        sorted_RV = sorted_RV.masked_fill(outside_RV, float("-inf"))
+        logits = logits.scatter(-1, tokens_RV, sorted_RV)  # back to the order of the vocabulary
     return logits.log_softmax(-1)
 
 
 def routers_of(model: Any) -> list[Any]:
-    """The routers of a mixture of experts, layer by layer, which return logits, weights and experts."""
+    """The routers of a mixture of experts, layer by layer. The output of a router is logits, weights and experts."""
     return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
-def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
+def _note_masks(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
     """Notes the mask of the next token, for the W rows whose sampling wants masks.
 
-    A mask has the tokens from which the next token is drawn. If they are more than `largest_mask`, the mask is empty.
+    A mask has the tokens from which the next token is drawn. If there are more than `largest_mask`, the mask is empty.
     """
     wanting = [index for index, row in enumerate(rows) if row.sampling.largest_mask]
     if not wanting:
@@ -394,9 +404,9 @@ def _note_kept(rows: list[Row], logprobs_RV: torch.Tensor) -> None:
 
 
 def _choose(logprobs_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """Tokens (R,) by inverting the distribution function at `uniforms_R`, random numbers in [0, 1).
+    """Draws tokens (R,), by inverting the distribution function at `uniforms_R`, which are random numbers in [0, 1).
 
-    In float64, the sum over a large vocabulary does not round the probabilities of unlikely tokens to 0.
+    The cumulative sum is in float64, because over a large vocabulary float32 would round unlikely tokens away.
     """
     cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
     target_R1 = uniforms_R[:, None] * cumulative_RV[:, -1:]

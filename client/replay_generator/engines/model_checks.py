@@ -24,8 +24,8 @@ _ROWS = 2
 _TOKENS = 12
 """A model is checked with batches of `_ROWS` rows of `_TOKENS` tokens."""
 _TRIES = 3
-"""The number of batches for a model that computes in less than float32. The model passes if one batch passes: by
-rounding, two computations of the same batch may route a token to different experts."""
+"""The number of batches for a model that computes in less than float32. The model passes if one batch passes, because
+rounding may route a token to different experts in two computations of the same batch."""
 
 
 def tolerance_of(model: Any, logprobs: Tensor) -> float:
@@ -57,9 +57,10 @@ def name_of(model: Any) -> str:
 
 
 def choose_attention(model: Any) -> bool:
-    """Switches a model that caps its attention scores to eager attention: sdpa leaves the cap out, and vLLM does not.
+    """Switches a model that caps its attention scores to eager attention.
 
-    Returns True if the model was switched. Raises ValueError if the model cannot be switched.
+    The reason is that sdpa leaves the cap out, and vLLM does not. Returns True if the model was switched. Raises
+    ValueError if the model cannot be switched.
     """
     cap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if not cap or model.config._attn_implementation not in _SDPA:
@@ -80,8 +81,8 @@ def choose_attention(model: Any) -> bool:
 
 
 _SDPA = ("sdpa", "replay_packed")
-"""Implementations of attention that compute the same as transformers' sdpa. "replay_packed" is the trainer's, and does
-so unless the trainer packs rows."""
+"""Implementations of attention that compute the same as transformers' sdpa. "replay_packed" is the trainer's own, which
+computes the same unless the trainer packs rows."""
 
 
 @torch.no_grad()
@@ -90,7 +91,7 @@ def check_model(model: Any) -> None:
 
     Raises ValueError, which names the model. The check leaves the model as it was.
     """
-    difference = _difference(model, _moves_earlier_tokens)
+    difference = _difference(model, _compare_with_other_last_token)
     if difference:
         raise ValueError(
             f"{name_of(model)} is no causal language model: after a change of the last token, log-probabilities of "
@@ -98,7 +99,7 @@ def check_model(model: Any) -> None:
         )
     if model.config._attn_implementation not in _SDPA or model.config.model_type in SDPA_IS_RIGHT:
         return
-    difference = _difference(model, _differs_from_eager)
+    difference = _difference(model, _compare_with_eager)
     if difference:
         raise ValueError(
             f"{name_of(model)}: with sdpa and with eager attention its log-probabilities differ by {difference:.3g} "
@@ -108,10 +109,10 @@ def check_model(model: Any) -> None:
 
 
 def _difference(model: Any, compare: Callable[[Any, Tensor], tuple[float, Tensor]]) -> float:
-    """The difference in nats in the last try; 0: in at least one try, the difference was only rounding.
+    """The difference in nats between two ways to compute log-probabilities; 0: the model passes.
 
-    `compare`: computes the log-probabilities of a batch in two ways. It returns the largest difference between the two
-    results, and one of the results.
+    The model passes if the difference is only rounding in one of the tries. `compare` computes the log-probabilities of
+    a batch in both ways. It returns the largest difference between the two results, and one of the results.
     """
     vocabulary = len(model.get_input_embeddings().weight)
     difference = 0.0
@@ -120,32 +121,33 @@ def _difference(model: Any, compare: Callable[[Any, Tensor], tuple[float, Tensor
         ids_BT = torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=random).to(model.device)
         difference, logprobs = compare(model, ids_BT)
         if not logprobs.isfinite().all():
-            return 0.0  # the weights are damaged, which the probe of the first version reports
+            return 0.0  # the weights are damaged: the probe of the first version reports that
         if difference <= tolerance_of(model, logprobs):
             return 0.0
     return difference
 
 
-def _moves_earlier_tokens(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
-    """For `_difference`: compares log-probabilities of earlier tokens before and after a change of the last token."""
+def _compare_with_other_last_token(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
+    """Compares log-probabilities of earlier tokens before and after a change of the last token, for `_difference`."""
     vocabulary = len(model.get_input_embeddings().weight)
-    other_BT = ids_BT.clone()
-    other_BT[:, -1] = (other_BT[:, -1] + 1) % vocabulary
+    changed_ids_BT = ids_BT.clone()
+    changed_ids_BT[:, -1] = (changed_ids_BT[:, -1] + 1) % vocabulary
     before_BTV = _logprobs(model, ids_BT)
-    after_BTV = _logprobs(model, other_BT)
-    moved = (after_BTV[:, :-1] - before_BTV[:, :-1]).abs().max()
-    return float(moved), before_BTV
+    after_BTV = _logprobs(model, changed_ids_BT)
+    difference = (after_BTV[:, :-1] - before_BTV[:, :-1]).abs().max()
+    return float(difference), before_BTV
 
 
-def _differs_from_eager(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
-    """For `_difference`: compares the log-probabilities with sdpa and with eager attention."""
+def _compare_with_eager(model: Any, ids_BT: Tensor) -> tuple[float, Tensor]:
+    """Compares the log-probabilities with sdpa and with eager attention, for `_difference`."""
     with_sdpa_BTV = _logprobs(model, ids_BT)
     with _eager(model):
         try:
             eager_BTV = _logprobs(model, ids_BT)
         except ValueError:
             return 0.0, with_sdpa_BTV  # the model has no eager attention to compare with
-    return float((eager_BTV - with_sdpa_BTV).abs().max()), with_sdpa_BTV
+    difference = (eager_BTV - with_sdpa_BTV).abs().max()
+    return float(difference), with_sdpa_BTV
 
 
 @contextmanager
@@ -158,7 +160,7 @@ def _eager(model: Any) -> Iterator[None]:
         if model._can_set_attn_implementation():
             model.set_attn_implementation(implementation)
         else:
-            # Models of the older kind that have several kinds of attention read this field in each forward pass.
+            # Older models with several implementations of attention read this field in each forward pass.
             model.config._attn_implementation = implementation
 
     use("eager")
@@ -169,7 +171,7 @@ def _eager(model: Any) -> Iterator[None]:
 
 
 def _logprobs(model: Any, ids_BT: Tensor) -> Tensor:
-    """The log-probabilities (B, T, V) of the token after each token. Raises ValueError if the forward pass fails."""
+    """The log-probabilities (B, T, V) for the token that follows each token. Raises ValueError if the model fails."""
     try:
         logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     except Exception as error:

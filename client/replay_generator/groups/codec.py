@@ -1,15 +1,15 @@
-"""PartialGroupSpec: the stored form of a partial group, from which any generator can continue it.
+"""PartialGroupSpec: the stored form of a partial group, from which any generator can continue the group.
 
     spec | rollout/0 | rollout/5 | ...      the payload of one item: the spec, and the rollouts that are finished
 
 The generator that opens the group inserts the spec. Each finished rollout is appended as a segment of its own
-(`client.extend`), named by its number in the group. A generator that draws the item plays the missing rollouts. From
-the item alone, it makes the same group that one generator alone would have made.
+(`client.extend`), named by its number in the group. A generator that draws the item plays the missing rollouts. The
+item has all facts that this generator needs to finish the group.
 
 A partial group that has all its rollouts, and lacks only its rewards, is written at once (`encode_whole`).
 
-A rollout is stored as the hook returned it, and not as a group of one rollout: reward functions need its texts, turns
-and `info`, and they run only when all rollouts are finished.
+A rollout is stored as the hook returned it, and not as a group of one rollout, because reward functions need its texts,
+turns and `info`, and they run only when all rollouts are finished.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PartialGroupSpec:
     item: PromptItem | None = None
     """The item of the prompt, which the insert of the spec has closed; None: the prompt came from an iterable."""
     failures: list[str] = field(default_factory=list)
-    """The errors of the rollouts that failed, if the group is whole and waits only for its rewards."""
+    """The errors of the rollouts that failed, if the group lacks only its rewards. Otherwise empty."""
     began: str = field(default_factory=lambda: datetime.now().isoformat())
     """The local time at which the opener began the group, in ISO format. Every generator that plays its rollouts gives
     the day of this time to the chat template."""
@@ -73,7 +73,7 @@ class PartialGroupSpec:
         fields["prompt"] = self.prompt.packed()
         fields["sampling"] = asdict(self.sampling)
         prompt_ids = np.array(fields.pop("prompt_ids"), np.int32)
-        pieces = encode_arrays(PARTIAL_GROUP_MAGIC, fields, {"prompt_ids": prompt_ids}, {}, {})
+        pieces = encode_arrays(PARTIAL_GROUP_MAGIC, fields, {"prompt_ids": prompt_ids}, extras={}, axes={})
         return b"".join(pieces)
 
     @classmethod
@@ -84,10 +84,11 @@ class PartialGroupSpec:
         """
         try:
             view = memoryview(payload).toreadonly().cast("B")
-            decoded = decode_arrays(view, check_magic(view, PARTIAL_GROUP_MAGIC, "partial group"))
+            header_length = check_magic(view, PARTIAL_GROUP_MAGIC, "partial group")
+            decoded = decode_arrays(view, header_length)
             fields = decoded.fields
             segments: dict[str, npt.NDArray[Any]] = {}
-            decode_segments(decoded.rest, segments, {})  # fills `segments` with the arrays behind the spec, by name
+            decode_segments(decoded.rest, segments, axes={})  # puts the arrays behind the spec into `segments`, by name
             prompt = Prompt.unpacked(fields.pop("prompt"))
             sampling = SamplingConfig(**fields.pop("sampling"))
             stored_item = fields.pop("item")
@@ -108,8 +109,8 @@ class PartialGroupSpec:
 
     def _check_numbers(self) -> None:
         """Raises an error for numbers, failures or a time that no generator can have written."""
-        item = self.item or PromptItem(0, 0.0, 0, 0)  # without an item, these numbers pass the checks
-        # Raises ValueError unless all of them are whole and at least 0.
+        item = self.item or PromptItem(key=0, priority=0.0, epoch=0, position=0)  # these numbers pass the checks
+        # Raises ValueError unless all these numbers are whole and at least 0.
         check_places(self.key, self.number, self.group_size, item.key, item.epoch, item.position)
         if not math.isfinite(item.priority):
             raise ValueError(f"the priority of its prompt must be finite, not {item.priority}")
@@ -122,38 +123,40 @@ class PartialGroupSpec:
 
 
 def encode_whole(spec: PartialGroupSpec, rollouts: Mapping[int, PlayedRollout]) -> bytes:
-    """The bytes of a group that lacks only its rewards, for `PartialGroupSpec.decode`. `rollouts`: by their numbers.
+    """The bytes of a group that lacks only its rewards, for `PartialGroupSpec.decode`.
 
-    Raises PromptError for values that msgpack cannot hold.
+    `rollouts`: the finished rollouts, by their numbers. Raises PromptError for values that msgpack cannot hold.
     """
     try:
         columns = {f"{ROLLOUT}{index}": encode_rollout(played) for index, played in rollouts.items()}
     except ValueError as error:
         raise PromptError(f"prompt {spec.prompt.prompt_id!r}: {error}") from error
-    axes = dict.fromkeys(columns, "group")
+    axes = dict.fromkeys(columns, "group")  # the bytes of a rollout belong to no row of the group
     return b"".join([spec.encode(), *encode_columns(columns, axes)])
 
 
 def encode_rollout(played: PlayedRollout) -> npt.NDArray[np.uint8]:
     """The bytes of one rollout, as a column. Raises ValueError for an `info` that msgpack cannot hold.
 
-    The arrays of sequence 0 are named "0/token_ids" and so on. The extras of its completion 0 are named "0/0/NAME".
+    The arrays of the first sequence are named "0/token_ids" and so on. Among the completions of that sequence that have
+    extras, the extras of the first are named "0/0/NAME".
     """
     rollout = played.rollout
     info = encode_info(rollout.info)
     arrays: dict[str, npt.NDArray[Any]] = {}
     sequences = []
-    for index, (sequence, tokens) in enumerate(zip(rollout.sequences, played.sequences, strict=True)):
+    for index, (sequence, played_sequence) in enumerate(zip(rollout.sequences, played.sequences, strict=True)):
         for name in TOKENS:  # the arrays with one value per token: token_ids, logprobs and so on
-            arrays[f"{index}/{name}"] = getattr(tokens, name)
-        for position, (_, extras, _) in enumerate(tokens.drawn):
+            arrays[f"{index}/{name}"] = getattr(played_sequence, name)
+        for position, (_, extras, _) in enumerate(played_sequence.drawn):
             for name, values in extras.items():
                 arrays[f"{index}/{position}/{name}"] = np.asarray(values)
         sequences.append(
             {
-                "turns": [[turn.role, turn.tokens, turn.text] for turn in tokens.turns],
+                "turns": [[turn.role, turn.tokens, turn.text] for turn in played_sequence.turns],
                 "finish_reason": sequence.finish_reason,
-                "drawn": [[start, list(extras), dict(axes)] for start, extras, axes in tokens.drawn],
+                # Only the names of the extras are here, because their values are in `arrays`.
+                "drawn": [[start, list(extras), dict(axes)] for start, extras, axes in played_sequence.drawn],
             }
         )
     reward = None if rollout.reward is None else float(rollout.reward)
@@ -164,20 +167,21 @@ def encode_rollout(played: PlayedRollout) -> npt.NDArray[np.uint8]:
         "metrics": {name: float(value) for name, value in rollout.metrics.items()},
         "info": info,
     }
-    pieces = encode_arrays(ROLLOUT_MAGIC, fields, arrays, {}, {})
+    pieces = encode_arrays(ROLLOUT_MAGIC, fields, arrays, extras={}, axes={})
     return np.frombuffer(b"".join(pieces), np.uint8)
 
 
 def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
-    """The rollout that `encode_rollout` wrote. Raises the errors of `decode_arrays` for damaged bytes."""
+    """The rollout that `encode_rollout` wrote. Damaged bytes may raise any error."""
     view = np.ascontiguousarray(column).data.cast("B")
-    fields, arrays, *_ = decode_arrays(view, check_magic(view, ROLLOUT_MAGIC, "rollout"))
+    header_length = check_magic(view, ROLLOUT_MAGIC, "rollout")
+    fields, arrays, *_ = decode_arrays(view, header_length)
     sequences = []
     played_sequences = []
     for index, stored in enumerate(fields["sequences"]):
         # `vector` raises ValueError for an array of another dtype or shape.
         token_arrays = {name: vector(name, arrays[f"{index}/{name}"], dtype) for name, dtype in TOKENS.items()}
-        sequence = RolloutSequence(())  # empty; all its attributes are set here
+        sequence = RolloutSequence(())  # an empty sequence, whose attributes are all set below
         for name, values in token_arrays.items():
             setattr(sequence, name, values.tolist())
         sequence.turns = [Turn(*turn) for turn in stored["turns"]]
@@ -202,13 +206,14 @@ def decode_rollout(column: npt.NDArray[Any]) -> PlayedRollout:
 def _check_rollouts(rollouts: Mapping[int, PlayedRollout], group_size: int) -> None:
     """Raises an error for rollouts that no group of this size can have. `rollouts`: at least one, by number.
 
-    The checks are those that a rollout of a hook passes (`checked`, `check_sequences`), and `_check_types`: the bytes
-    may come from a client that is no generator.
+    The checks are those that a rollout of a hook passes (`checked`, `check_sequences`). `_check_types` is added,
+    because the bytes may come from a client that is no generator.
     """
     if not 0 <= min(rollouts) <= max(rollouts) < group_size:
         raise ValueError(f"it has the rollouts {sorted(rollouts)}, and is a group of {group_size}")
     for played in rollouts.values():
-        _check_types(checked(played.rollout))
+        rollout = checked(played.rollout)
+        _check_types(rollout)
     sequences: list[PlayedSequence] = []
     for played in rollouts.values():
         sequences += played.sequences
@@ -216,8 +221,8 @@ def _check_rollouts(rollouts: Mapping[int, PlayedRollout], group_size: int) -> N
 
 
 def _check_types(rollout: Rollout) -> None:
-    """Raises ValueError for reasons, turns or an `info` of another type than `encode_rollout` writes."""
-    # Readers read the finish reason of the last sequence only.
+    """Raises ValueError for finish reasons, turns or an `info` of another type than `encode_rollout` writes."""
+    # Of the finish reasons of the sequences, readers read only the last.
     texts = [rollout.finish_reason, rollout.sequences[-1].finish_reason]
     for turn in rollout.turns:
         texts += [turn.role, turn.text]
@@ -230,13 +235,13 @@ def _check_types(rollout: Rollout) -> None:
 
 def lowest_version(rollouts: Mapping[int, PlayedRollout]) -> int | None:
     """The oldest policy version that drew a token of these rollouts; None: the policy drew none of their tokens."""
-    lowest = []
+    lowest_versions = []
     for played in rollouts.values():
         for sequence in played.sequences:
-            drawn = sequence.policy_versions[sequence.sampled_mask]
-            if drawn.size:
-                lowest.append(int(drawn.min()))
-    return min(lowest, default=None)
+            drawn_versions = sequence.policy_versions[sequence.sampled_mask]
+            if drawn_versions.size:
+                lowest_versions.append(int(drawn_versions.min()))
+    return min(lowest_versions, default=None)
 
 
 def sampled_tokens(rollouts: Mapping[int, PlayedRollout]) -> int:

@@ -15,7 +15,8 @@ from replay_generator.notices import Watch
 MOST_ENVIRONMENTS = 64
 """The most environments that are counted. Groups of further environments are not counted."""
 MOST_TEXT = 1000
-"""The most characters of this description. The server accepts 4096 for all descriptions of a generator together."""
+"""The most characters that the counts take in the JSON for the server. The server accepts 4096 characters for all
+descriptions of a generator together."""
 
 
 class GivenUpWatch(Watch):
@@ -35,15 +36,15 @@ class GivenUpWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The number of groups by environment, as JSON; empty: there are none.
+        """The number of groups by environment, as JSON; empty: no group was counted.
 
         If the JSON would be longer than MOST_TEXT, the environments with the fewest groups are left out.
         """
         counts: dict[str, int] = {}
         for environment, groups in self._groups.most_common():
-            longer = json.dumps(counts | {environment: groups})
-            # The counts are sent as a text inside of other JSON, which escapes their quotes again.
-            if len(json.dumps(longer)) > MOST_TEXT:
+            longer_json = json.dumps(counts | {environment: groups})
+            # This JSON is sent as a text inside of other JSON, in which its quotes are escaped.
+            if len(json.dumps(longer_json)) > MOST_TEXT:
                 break
             counts[environment] = groups
         if not counts:

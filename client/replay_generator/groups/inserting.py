@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SECONDS_PER_LOOK = 5.0
-"""Seconds between two checks that the server is there."""
+"""Seconds between two checks that the server is there, and also the time limit of each check."""
 
 
 class InsertSettings(Protocol):
@@ -68,13 +68,16 @@ class InsertSettings(Protocol):
 
 @dataclass(frozen=True)
 class Handoff:
-    """A finished group, with the tables into which it is inserted. It replaces the item from which it was made."""
+    """A finished group, with the tables into which it is inserted.
+
+    The item of the finished group replaces the item from which the group was made.
+    """
 
     group: RolloutGroup | Buffer
     tables: Mapping[str, float]
     """The priorities of the new item, by table."""
     tags: Mapping[str, str | int] | None = None
-    """The tags of the new item; None: the tags of the item that it replaces."""
+    """The tags of the new item; None: the tags of the replaced item."""
     key: int | None = None
     """The key of the new item; None: the insert chooses a new key."""
 
@@ -92,8 +95,8 @@ class LeftOut(Exception):
     ) -> None:
         """`counts_as`: the field of GeneratorStats that counts the group; None: the group is counted already.
 
-        `rewards` (G,): the rewards of a group that the group filter has left out; None: it was left out for another
-        reason.
+        `rewards` (G,): the rewards of a group that the group filter has left out; None: the group was left out for
+        another reason.
         """
         self.counts_as = counts_as
         self.rewards = rewards
@@ -116,18 +119,18 @@ class InsertingServer:
         self._keys = KeySequence()  # for groups that have no key yet
         self._last_info: ServerInfo | None = None
         """The state of the server that `observe` got last, to notice a restart; None: `observe` was not called yet."""
-        self._is_known = False
+        self._settings_are_known = False
         """True while the server knows the settings of this process."""
         self.watches: Sequence[Watch] = ()
         """The watches whose descriptions are sent to the server, with the settings."""
         self._last_report: dict[str, str] = {}
         """The descriptions of the watches that were last sent to the server."""
         self._needs_prompt_tag = False
-        """True if a table of these groups needs the tag `prompt_id`; see `_is_prompt_indexed`."""
+        """True if a table of these groups needs the tag `prompt_id`; see `_tables_need_prompt_tag`."""
         self._waiting = WaitLog(who)
-        """Logs the waits of calls that are repeated, except those for a full table that refuses groups."""
+        """Logs the waits of calls that are repeated, except the waits for a full table that refuses groups."""
         self._table_full = WaitLog(who)
-        """Logs that a full table refuses groups (`when_full`)."""
+        """Logs the waits for a full table that refuses groups (`when_full`)."""
 
     async def look(self, *stages: str | None) -> ServerInfo:
         """Asks the server for its tables and settings, and checks that they suit this process.
@@ -138,7 +141,7 @@ class InsertingServer:
         """
         info: ServerInfo = await self.answer(self._client.server_info)
         self._check_trainers(info)
-        self._needs_prompt_tag = _is_prompt_indexed(info, self._settings.tables)
+        self._needs_prompt_tag = _tables_need_prompt_tag(info, self._settings.tables)
         admission = info.admission
         for table in stages:
             if not table:
@@ -158,16 +161,18 @@ class InsertingServer:
 
     def _check_trainers(self, info: ServerInfo) -> None:
         """Raises ReplayError if a connected trainer would scale the advantages of a user's own function again."""
-        own = json.loads(self._settings.described().get("advantages", '""'))  # the function's name; "": none
+        own_settings = self._settings.described()
+        function_name = json.loads(own_settings.get("advantages", '""'))  # "": the user has given no function
         for name, settings in info.settings_of("trainer"):  # of each connected trainer
-            why = why_scaled_again(settings.get("scale_rewards"), own)
+            why = why_scaled_again(settings.get("scale_rewards"), function_name)
             if why:
                 raise ReplayError(f"trainer {name}: {why}")
 
     async def watch(self) -> None:
         """Logs that the server is away, that it answers again, and that it was restarted. Never returns.
 
-        Other calls would report an absence much later: the client repeats them until its timeout, which is longer.
+        Other calls would report an absence much later, because the client repeats them until its timeout, which is
+        longer than SECONDS_PER_LOOK.
         """
         away = WaitLog(self._who)
         while True:
@@ -181,31 +186,31 @@ class InsertingServer:
             await self.observe(info)
 
     async def observe(self, info: ServerInfo) -> None:
-        """Logs a restart of the server, after which it may be empty.
+        """Logs if the server was restarted since the last call. A restarted server may be empty.
 
-        Sends the settings of this process if the server does not know them, and the descriptions of the watches if they
-        have changed.
+        Also sends the settings of this process if the server does not know them, and the descriptions of the watches if
+        they have changed. `info`: the state of the server now.
         """
         if self._last_info is not None and restarted(self._last_info, info):
-            self._is_known = False
+            self._settings_are_known = False
             items = counted(info.items, "item")
             logger.warning("the server was restarted: it holds %s, version %d", items, info.policy.version)
         self._last_info = info
         report: dict[str, str] = {}
         for watch in self.watches:
             report |= watch.description
-        if self._is_known and report == self._last_report:
+        if self._settings_are_known and report == self._last_report:
             return
         settings = await self._described()
         with contextlib.suppress(ReplayError):  # after such an error, the next call of `observe` tries again
-            accepted = await self._describe(settings | report)
+            accepted = await self._send_description(settings | report)
             if not accepted:  # the server may refuse only the report, and accept the settings alone
-                accepted = await self._describe(settings)
+                accepted = await self._send_description(settings)
             if accepted:
-                self._is_known = True
+                self._settings_are_known = True
                 self._last_report = report
 
-    async def _describe(self, settings: Mapping[str, str]) -> bool:
+    async def _send_description(self, settings: Mapping[str, str]) -> bool:
         """Sends a description of this process. If the server refuses it, logs the reason once, and returns False."""
         try:
             await self._client.describe(settings, timeout=SECONDS_PER_LOOK)
@@ -218,7 +223,7 @@ class InsertingServer:
         return self._settings.described()
 
     def hand_on(self, group: RolloutGroup, tags: Mapping[str, str | int], key: int | None = None) -> Handoff:
-        """The Handoff of a scored group to its tables, with its priority. Inserts nothing yet.
+        """Makes the Handoff of a scored group to the configured tables, with its priority. Inserts nothing yet.
 
         `key`: the key of the new item; None: the insert chooses one. Raises PromptError if the priority function fails.
         """
@@ -262,18 +267,19 @@ class InsertingServer:
         counts_as: Literal["insert_waits", "permit_waits"] | None = None,
         **options: Any,
     ) -> T:
-        """The result of a call, which is repeated while the server cannot execute it.
+        """Makes a call, and repeats it while the server cannot execute it. Returns the result.
 
-        `counts_as`: the field of GeneratorStats that counts how often the call exceeded its deadline. After an exceeded
-        deadline the call is repeated. None: an exceeded deadline is an error.
+        With `counts_as`, the call is also repeated after it has exceeded its deadline. `counts_as` is the field of
+        GeneratorStats that counts how often this happens. None: an exceeded deadline is an error.
         """
 
         # Patience calls this function after each failed attempt. If the function returns, Patience pauses and tries
-        # again. The second argument would be True at the end of a timeout, and no timeout is set here.
-        async def failed(error: Exception, _: bool) -> None:
+        # again. The second argument is always False: it would be True at the end of a timeout, and none is set here.
+        async def judge(error: Exception, _: bool) -> None:
             await self._before_retry(error, counts_as)
 
-        result = await Patience(failed).result(partial(call, *args, **options))
+        attempt = partial(call, *args, **options)
+        result = await Patience(judge).result(attempt)
         self._waiting.go_on()  # logs the end of a wait, if there was one
         return result
 
@@ -285,12 +291,13 @@ class InsertingServer:
         match error:
             case DeadlineExceededError() if counts_as is not None:
                 self._stats[counts_as] += 1
-                what = "a permit" if counts_as == "permit_waits" else "room in its table"
-                self._waiting.wait(f"a group waits for {what}: {error}")
+                missing = "a permit" if counts_as == "permit_waits" else "room in its table"
+                self._waiting.wait(f"a group waits for {missing}: {error}")
             case ServerUnavailableError() | ServerClosedError():
                 self._waiting.wait(f"the server is away, and {self._who} tries again: {error}")
-                # This request waits for a server that is gone. After the client's own timeout it raises, which ends the
-                # run. If the server shuts down, or is busy, the failed call is only repeated.
+                # `policy` waits until the server is back. If that takes longer than the client's own timeout, it raises
+                # ServerUnavailableError, which ends the run. The errors of a server that shuts down or is busy are
+                # dropped here, because the failed call is then repeated.
                 with contextlib.suppress(ServerClosedError, ServerBusyError):
                     await self._client.policy()
             case ServerBusyError() | StorageError():
@@ -311,10 +318,10 @@ def run_worker(
     make: Callable[[AsyncReplayClient], Any],
     on_stop: Callable[[], None] | None = None,
 ) -> GeneratorStats:
-    """Runs the worker that `make` returns to its end, or until a signal such as Ctrl-C (`stop_signals`).
+    """Runs the worker that `make` returns. The run ends by itself, or at a signal such as Ctrl-C (`stop_signals`).
 
     Returns the last statistics. `make` gets the client that `connect` returns. A worker has `run`, `stop` and `stats`:
-    a RolloutGenerator or a Stage. `on_stop` is called at these signals.
+    it is a RolloutGenerator or a Stage. `on_stop` is called at each of these signals.
     """
 
     async def main() -> GeneratorStats:
@@ -335,10 +342,10 @@ def run_worker(
             stats: GeneratorStats = worker.stats
             return stats
 
-    return user_code.run(main())  # as `asyncio.run`, guarded against SystemExit of users' callbacks
+    return user_code.run(main())  # like `asyncio.run`, but a SystemExit of a user's callback becomes UserCodeError
 
 
-def _is_prompt_indexed(info: ServerInfo, tables: Sequence[str]) -> bool:
+def _tables_need_prompt_tag(info: ServerInfo, tables: Sequence[str]) -> bool:
     """True if one of these tables, or a table to which they forward items, needs the tag `prompt_id`.
 
     A table needs the tag if it indexes the tag, or balances its draws by the tag.

@@ -55,7 +55,8 @@ class GroupMaker:
         self._stats = stats
         self._rollout = rollout
         self._unanswered: list[tuple[float, str]] = []
-        """The requests to the engine without an answer, oldest first: the loop's time of each, and its description."""
+        """The requests that the engine has not answered yet, the oldest first. An entry is the time at which the
+        request began, on the clock of the event loop, and a description of the request."""
         self._policy = policy
         scorer: Scorer | None = None
         if config.unscored_table is None:
@@ -63,16 +64,16 @@ class GroupMaker:
         self._scoring = Scoring(
             scorer,
             config,
-            config.partial_groups_table,
-            group_filter,
-            stats,
+            table=config.partial_groups_table,
+            group_filter=group_filter,
+            stats=stats,
             single_turn=rollout is single_turn,
         )
         self.watches = self._scoring.watches
         self._config = config
 
     def tokenize(self, source: PromptSource, began: datetime) -> tuple[Prompt, list[int]]:
-        """The prompt, and its token ids (P,). `began`: the time at which its group begins, for the chat template.
+        """The prompt, and its token ids (P,). `began`: the time at which the prompt's group begins, for the template.
 
         Raises PromptError if the source is no prompt or does not fit the engine.
         """
@@ -97,12 +98,12 @@ class GroupMaker:
         """Plays the missing rollouts. Returns the finished group, and the rewards (G,) of each function by name.
 
         Writes the seconds of each step into `times`. A group that is scored elsewhere has rewards of 0, and an empty
-        dict of functions. Raises LeftOut if the group must not be inserted, TooOldToFinish if it would be too old,
-        PromptError if it cannot be scored, and any error of the engine.
+        dict of functions. Raises LeftOut if the group must not be inserted, TooOldToFinish if the finished group would
+        be too old, PromptError if the group cannot be scored, and any error of the engine.
         """
         began = time.monotonic()
         try:
-            # Raises TooOldToFinish inside if the oldest token of the group becomes too old.
+            # This block ends with TooOldToFinish if the oldest token of the group becomes too old.
             async with self._policy.generation(lowest_version(work.rollouts)):
                 version = self._policy.version
                 why = self._why_unfit(work)
@@ -115,7 +116,7 @@ class GroupMaker:
         return await self._scoring.score(work, version, times, failures)
 
     def _why_unfit(self, work: PartialGroup) -> str:
-        """The reason that this engine cannot continue the group, which another engine may have begun; "" if it can."""
+        """The reason why this engine cannot continue the group; "": it can. Another engine may have begun the group."""
         why = why_unfit(self._engine, work.spec.prompt_ids)
         if why:
             return f"it has {why}"
@@ -144,9 +145,9 @@ class GroupMaker:
             work.append(index, played)
 
         # `play` awaits `finished` after each rollout that did not fail. Before each wait for rollouts it calls
-        # `patience` for the most seconds of this wait. `early`: a rollout ends when its own completion has ended, and
-        # does not wait for the completions of the other rollouts. It is set if rollouts are stored one by one, and if
-        # they may have several turns.
+        # `patience`, which returns the most seconds of this wait. With `early`, a rollout goes on as soon as its own
+        # completion has ended, and does not wait for the completions of the other rollouts. `early` is set if rollouts
+        # are stored one by one, or if they may have several turns.
         failures = await play(
             hook=self._rollout,
             tasks=tasks,
@@ -165,7 +166,7 @@ class GroupMaker:
         return self._scoring.see_failures(spec.prompt, failures, len(work.rollouts), spec.group_size)
 
     def _patience(self, work: PartialGroup) -> float | None:
-        """The seconds within which the next rollout must be finished, so that the group is inserted in time.
+        """The seconds that are left of `group_timeout`, within which the next rollout must be finished.
 
         None: there is no limit, because no `group_timeout` is set or too few rollouts are finished for a group.
         """

@@ -6,16 +6,16 @@ Without such a table, a group belongs to the generator that opens it. With such 
                  ▲                                          │
                  └── the lease ends: its generator is dead ─┘
 
-A generator that opens a group does not keep the group: it draws from the table like all generators, and gets the oldest
-group that nobody works at. So if a generator is killed between opening and drawing, others draw the group. To continue
-the group of a dead generator is no special case. The permit of a group stays with its item, whichever generator works
-at the group.
+A generator that opens a group does not keep the group. That generator, too, draws from the table, and gets the oldest
+group that nobody works at. So if a generator is killed between opening and drawing, others draw the group, and the
+group of a dead generator is no special case. The permit of a group stays with its item, whichever generator works at
+the group.
 
-* A generator works at a group under a lease that it renews all the time. If it loses the lease, it stops, and may not
-  close the group.
+* A generator works at a group under a lease that it renews all the time. If it loses the lease, it stops this work, and
+  may not close the group.
 * A rollout is safe once the server has confirmed it. If the server already has a rollout of the same name, another
-  generator works at the group: this generator stops, and requeues the group, so that the next generator gets all
-  rollouts. The last rollouts of a group need not be stored if the whole group is inserted at once.
+  generator works at the group. Then this generator stops its work and requeues the group, so that the next generator
+  gets all rollouts. The last rollouts of a group need not be stored if the whole group is inserted at once.
 * If a group is dropped, its item is consumed, and its permit is released.
 """
 
@@ -76,12 +76,13 @@ class PartialGroup:
     opened: float = field(default_factory=time.monotonic)
     """The time, by time.monotonic, at which the group was opened, perhaps by another generator."""
     played: bool = False
-    """True if no rollout will follow. Then only the insert of the group shows whether another generator closed it."""
+    """True once no rollout will follow. From then on, if the server lacks the item of the group, this generator's own
+    insert may have closed the item."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when another generator may work at the group."""
     unstored: dict[int, PlayedRollout] = field(default_factory=dict)
-    """Finished rollouts that were not sent to the server yet, by their numbers. A rollout that cannot be stored leaves
-    this dict unsent."""
+    """Finished rollouts that were not sent to the server yet, by their numbers. A rollout that cannot be stored is
+    removed from this dict without being sent."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is a new rollout to store, or the lease is lost."""
 
@@ -105,7 +106,7 @@ class PartialGroup:
         assert self.permit is None or self.sample is None, "a group that is stored has its permit in its item"
 
     def settle(self, why_lost: str = "") -> None:
-        """Tells the callbacks of the rollouts that their rollouts are safe or, in `why_lost`, why no group has them."""
+        """Tells the callback of each rollout that it is safe or, with `why_lost`, why no group will have it."""
         for played in self.rollouts.values():
             played.rollout.settle(why_lost)
 
@@ -123,7 +124,7 @@ class PartialGroups:
         """The groups that were opened, and that nobody works at yet, the oldest first."""
 
     async def open(self, group: PartialGroup, permit: PermitGrant | None, version: int) -> None:
-        """Begins a group. `permit`: None if it needs none. `version`: the policy that will draw its rollouts."""
+        """Begins a group. `permit` None: it needs none. `version`: the policy version that will draw its rollouts."""
         group.permit = permit
         assert group not in self._ready, "a group is opened twice"
         self._ready.append(group)
@@ -221,8 +222,8 @@ class StoredPartialGroups(PartialGroups):
     async def next(self, *, surely: bool = False) -> PartialGroup | None:
         """The oldest group that nobody works at, under a lease; None: there is none.
 
-        After a draw that found none, no draw is tried for SECONDS_PER_LOOK, unless `surely`. Pass `surely` if a group
-        was just opened.
+        After a draw that found no group, this method returns None without a draw until SECONDS_PER_LOOK have passed,
+        unless `surely` is True. Pass `surely` if a group was just opened.
         """
         if not surely and time.monotonic() < self._next_look:
             return None
@@ -230,7 +231,7 @@ class StoredPartialGroups(PartialGroups):
             sample, group = await self._items.draw(timeout=0.0)
         except DeadlineExceededError:
             self._next_look = time.monotonic() + SECONDS_PER_LOOK
-            self._opened.clear()  # the table has no group to draw, so other generators have drawn these
+            self._opened.clear()  # the table has no group to draw, so other generators have drawn these groups
             return None
         if sample.info.key in self._opened:
             self._opened.discard(sample.info.key)
@@ -294,9 +295,11 @@ class StoredPartialGroups(PartialGroups):
         while True:
             await group.changed.wait()  # until a rollout is finished, or the lease is lost
             group.changed.clear()
-            # Waits for TOGETHER seconds. `wait_for` then raises TimeoutError, unless the lease was lost before.
-            with contextlib.suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(group.lost.wait(), TOGETHER)
+            except TimeoutError:
+                pass  # TOGETHER seconds have passed, and the lease is not lost
+            else:
                 raise LeaseLostError
             await self.store(group)
 
@@ -315,12 +318,12 @@ class StoredPartialGroups(PartialGroups):
             except ValueError as error:
                 if not self._has_warned:
                     logger.warning("a rollout is not stored, and would be played again after a kill: %s", error)
-                self._has_warned = True
+                    self._has_warned = True
         while columns:  # each turn of the loop sends one request
             request: dict[str, npt.NDArray[np.uint8]] = {}
             room = _MOST_TOGETHER  # the bytes that the request has left
             for name, column in columns.items():
-                # The first rollout is sent whatever its size: alone, it may be small enough for the server.
+                # The first rollout is sent whatever its size, because alone it may be small enough for the server.
                 if column.nbytes <= room or not request:
                     request[name] = column
                     room -= column.nbytes
@@ -329,7 +332,7 @@ class StoredPartialGroups(PartialGroups):
             await self._extend(group, request)
 
     async def _extend(self, group: PartialGroup, columns: Mapping[str, npt.NDArray[np.uint8]]) -> None:
-        """Appends these columns to the item. Raises LeaseLostError if another generator may work at the group.
+        """Appends columns to the group's item. Raises LeaseLostError if another generator may work at the group.
 
         `columns`: the bytes of rollouts, by the names of their segments. Raises PromptError if they are too large for
         the server.
@@ -338,8 +341,8 @@ class StoredPartialGroups(PartialGroups):
         key = held[0].info.key
         axes = dict.fromkeys(columns, "group")  # the bytes of a rollout belong to no row of the group
         try:
-            # The result names the columns that were `added`, and those that were `present` before. It is `missing` if
-            # the server has no such item.
+            # The result names the columns that were `added`, and those that were `present` before. Its `missing` is
+            # True if the server has no such item.
             result = await self._answer(self._client.extend, key, columns, axes=axes, held=held)
         except LeaseEndedError:
             self._items.forget(held)
@@ -351,7 +354,7 @@ class StoredPartialGroups(PartialGroups):
         # the item. But once all rollouts are played, this generator's own insert may have closed the item.
         is_closed_elsewhere = result.missing and not group.played
         if result.present or is_closed_elsewhere:
-            self._next_look = 0.0  # the group that is requeued here may be drawn at once
+            self._next_look = 0.0  # lets the next call of `next` draw the group that is requeued here
             await self._items.end(held, requeue=True)
             raise LeaseLostError
         self._stats["rollouts_stored"] += len(result.added)
@@ -371,7 +374,7 @@ def decoded(sample: Sample) -> PartialGroup:
     spec, rollouts = PartialGroupSpec.decode(sample.payload)
     drawn = DrawnPrompt(spec.prompt, item=spec.item)
     group = PartialGroup(spec, drawn, rollouts, sample=sample, handed=bool(rollouts))
-    group.opened -= sample.info.age  # the group was opened when its item was inserted, and not now
+    group.opened -= sample.info.age  # the group was opened when its item was inserted, not now
     return group
 
 

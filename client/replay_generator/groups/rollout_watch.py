@@ -35,20 +35,21 @@ class FailureWatch(Watch):
         """The error of the last rollout that failed."""
 
     def record(self, finished: int, failed: int, reason: str = "") -> None:
-        """Counts a group. `finished`, `failed`: numbers of rollouts. `reason`: the error of a rollout that failed."""
-        self._groups.append((finished + failed, failed))
-        self._rollouts += finished + failed
+        """Counts a group of `finished` and `failed` rollouts. `reason`: the error of a rollout that failed."""
+        size = finished + failed
+        self._groups.append((size, failed))
+        self._rollouts += size
         while self._rollouts > LAST_ROLLOUTS and len(self._groups) > 1:
-            rollouts, _ = self._groups.popleft()
-            self._rollouts -= rollouts
+            oldest_size, _ = self._groups.popleft()
+            self._rollouts -= oldest_size
         if failed:
             self._reason = beginning_of(reason, MOST_REASON)
 
     @property
     def description(self) -> dict[str, str]:
-        """The report for the server, JSON by name; empty: too few rollouts, or at most half of them failed."""
+        """The report for the server, as JSON by its name; empty: too few rollouts, or at most half of them failed."""
         rollouts = self._rollouts
-        failed = sum(failed for _, failed in self._groups)
+        failed = sum(failed_in_group for _, failed_in_group in self._groups)
         if rollouts < LEAST_ROLLOUTS or failed <= rollouts / 2:
             return {}
         facts = {"failed": failed, "rollouts": rollouts, "reason": self._reason}
@@ -56,10 +57,10 @@ class FailureWatch(Watch):
 
 
 class LengthWatch(Watch):
-    """Counts rollouts with the finish reason "length" and less than half of `max_tokens`, among the last rollouts.
+    """Counts, among the last rollouts, those with the finish reason "length" and fewer than `max_tokens` / 2 tokens.
 
-    Record only rollouts that are one completion of their prompt: agents and hooks may request fewer tokens, or have
-    other limits.
+    Record only rollouts that are one completion of their prompt, because agents and hooks may request fewer tokens, or
+    have other limits.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class LengthWatch(Watch):
 
     @property
     def description(self) -> dict[str, str]:
-        """The report for the server, JSON by name; empty: too few rollouts, or at most a tenth were cut off early."""
+        """The report for the server, as JSON by its name; empty: too few rollouts, or at most a tenth was cut early."""
         cut = [length for length in self._cut if length >= 0]  # -1: the rollout was not cut off early
         if len(self._cut) < LEAST_ROLLOUTS or len(cut) <= len(self._cut) / 10:
             return {}

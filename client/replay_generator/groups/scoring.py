@@ -1,6 +1,7 @@
 """Scoring: makes a group of finished rollouts, with rewards, advantages, and the mask of trained tokens.
 
-This needs no engine and no server. A generator scores its own groups, and a GroupScorer scores groups of generators.
+This needs no engine and no server. A generator scores its own groups this way, and a GroupScorer scores the groups that
+generators have left unscored.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 8
-"""The most failed rollouts that are named in the `meta["failures"]` of a group."""
+"""The most failed rollouts whose errors are in the `meta["failures"]` of a group."""
 MOST_FAILURE = 4500
-"""The most characters of the text of each failure in `meta["failures"]`."""
+"""The most characters of the text of one error in `meta["failures"]`."""
 ByFunction = dict[str, npt.NDArray[np.float32]]
-"""The rewards (G,) of each function, by its name."""
+"""The rewards (G,) of each reward function, by its name. `Scoring.score` adds the metrics of rollouts, by name."""
 
 
 class Scoring:
@@ -55,7 +56,8 @@ class Scoring:
         *,
         single_turn: bool = False,
     ) -> None:
-        """`scorer` None: groups are scored elsewhere, and their rewards are 0 here. `table`: their source, for the log.
+        """`scorer` None: groups are scored elsewhere, and their rewards are 0 here. `table`: the table from which
+        stored groups are drawn, for the log; None: there is none.
 
         `single_turn`: True if each rollout is one completion of its prompt. Only then are the lengths of rollouts
         compared with `max_tokens`.
@@ -82,34 +84,34 @@ class Scoring:
     async def score(
         self, work: PartialGroup, version: int, times: GroupTimes, failures: Sequence[str]
     ) -> tuple[RolloutGroup, ByFunction]:
-        """The group of all finished rollouts, and the rewards (G,) of each function. Writes the seconds into `times`.
+        """Makes the group of all finished rollouts. Returns the group, and the rewards (G,) of each function.
 
         `version`: the engine's policy version before the generation, which the group gets if no token was drawn.
-        `failures`: the errors of the rollouts that failed. Raises LeftOut if the group must not be inserted, and
-        PromptError if it cannot be scored or made.
+        `times`: its field `reward` gets the seconds that the scoring takes. `failures`: the errors of the rollouts that
+        failed. Raises LeftOut if the group must not be inserted, and PromptError if the group cannot be scored or made.
         """
+        prompt = work.spec.prompt
         played = [work.rollouts[index] for index in sorted(work.rollouts)]
-        # The number of rollouts that the watches count. Rollouts that failed in the process that had the group before
-        # do not count in the report of this process.
+        # The number of rollouts that the watches count. If another process had the group before, only the finished
+        # rollouts count, because rollouts that failed there must not appear in the report of this process.
         size = len(played) if work.handed else work.spec.group_size
         rewards = np.zeros(len(played), np.float32)
         advantages = np.zeros(len(played), np.float32)
         by_function = ByFunction()
         if self._scorer is not None:
             began = time.monotonic()
-            played, rewards, by_function, failed = await self._rewards(self._scorer, work.spec.prompt, played)
-            advantages = await self._advantages_of(work.spec.prompt, played, rewards, by_function)
+            played, rewards, by_function, unscored = await self._rewards(self._scorer, prompt, played)
+            advantages = await self._advantages_of(prompt, played, rewards, by_function)
             by_function |= _metrics_of([finished.rollout for finished in played])
-            self._rewards_seen.record(rewards, work.spec.prompt.row, played[0].rollout.text)
-            failures = [*failures, *failed]
+            self._rewards_seen.record(rewards, prompt.row, played[0].rollout.text)
+            failures = [*failures, *unscored]
             times.reward = time.monotonic() - began
         try:
             group = self._assemble(work, played, version, rewards, advantages, by_function)
         except (ValueError, TypeError, IndexError) as error:
             if work.handed:  # other processes have stored some of the rollouts, so any generator would fail here
                 raise self.reject(work, f"its rollouts do not go together: {error}") from error
-            prompt_id = work.spec.prompt.prompt_id
-            raise PromptError(f"prompt {prompt_id!r}: no group can be made: {error}") from error
+            raise PromptError(f"prompt {prompt.prompt_id!r}: no group can be made: {error}") from error
         self._record_faults(group, size, failures, work.spec.sampling.max_tokens)
         if failures:
             group.meta["failures"] = [*failures]
@@ -121,7 +123,7 @@ class Scoring:
         return group, by_function
 
     def _record_faults(self, group: RolloutGroup, size: int, failures: Sequence[str], max_tokens: int) -> None:
-        """Records a finished group in the watches. `size`: the number of its rollouts, the failed ones included."""
+        """Records a finished group in the watches. `size`: the number of its rollouts, including those that failed."""
         reason = failures[-1] if failures else ""
         self._failures_seen.record(finished=group.group_size, failed=size - group.group_size, reason=reason)
         if self._single_turn and group.finish_reasons is not None:
@@ -130,8 +132,8 @@ class Scoring:
     async def _rewards(
         self, scorer: Scorer, prompt: Prompt, played: list[PlayedRollout]
     ) -> tuple[list[PlayedRollout], npt.NDArray[np.float32], ByFunction, list[str]]:
-        """The rollouts that have rewards, their rewards (G,), the rewards (G,) of each function by its name, and the
-        texts of the errors of the other rollouts.
+        """Scores rollouts. Returns the rollouts that got a reward, their rewards (G,), the rewards (G,) of each
+        function by its name, and the texts of the errors of the other rollouts.
 
         A rollout for which every function abstains has no reward, and counts as failed. Raises PromptError if a
         function fails, or if too few rollouts have rewards.
@@ -144,9 +146,9 @@ class Scoring:
             self._failures_seen.record(finished=0, failed=len(played), reason=str(error))
             raise PromptError(f"prompt {prompt.prompt_id!r}: {error}") from error
         has_reward = ~np.isnan(rewards)  # NaN: every function abstained
-        scored = [rollout for rollout, has in zip(played, has_reward, strict=True) if has]
+        scored = [finished for finished, is_scored in zip(played, has_reward, strict=True) if is_scored]
         errors = [scorer.unscored()] * (len(played) - len(scored))
-        failures = self.see_failures(prompt, errors, len(scored), len(played))
+        failures = self.see_failures(prompt, errors, finished=len(scored), size=len(played))
         by_function = {name: values[has_reward] for name, values in by_function.items()}
         return scored, rewards[has_reward], by_function, failures
 
@@ -157,7 +159,7 @@ class Scoring:
         rewards: npt.NDArray[np.float32],
         by_function: ByFunction,
     ) -> npt.NDArray[np.float32]:
-        """The advantages (G,). Raises PromptError, as for a reward function, if the user's function for them fails."""
+        """The advantages (G,). Raises PromptError if a user's function computes them and fails."""
         try:
             return await self._advantages.compute(rewards, prompt.row, played, by_function)
         except AdvantageError as error:
@@ -173,20 +175,21 @@ class Scoring:
     def see_failures(self, prompt: Prompt, failures: Sequence[Exception], finished: int, size: int) -> list[str]:
         """Counts rollouts that failed, and logs them. Returns the texts of their errors, at most MOST_FAILURES.
 
-        `failures`: their errors. `finished`: the number of the rollouts that did not fail. Raises PromptError if
-        `finished` is too few for a group of `size` rollouts (`min_rollouts`).
+        `failures`: the errors, one for each failed rollout. `finished`: the number of the rollouts that did not fail.
+        `size`: the number of all rollouts of the group. Raises PromptError if fewer rollouts have finished than
+        `min_rollouts` in the settings, or than `size` if the settings have no `min_rollouts`.
         """
         if not failures:
             return []
         self._stats["rollouts_failed"] += len(failures)
         least = size if self._config.min_rollouts is None else self._config.min_rollouts
-        lines = [_described_failure(failure) for failure in failures[:MOST_FAILURES]]
-        reason = f"{len(failures)} of {size} rollouts failed, the first with {lines[0]}"
+        texts = [_described_failure(failure) for failure in failures[:MOST_FAILURES]]
+        reason = f"{len(failures)} of {size} rollouts failed, the first with {texts[0]}"
         if finished < least:
-            self._failures_seen.record(finished=finished, failed=size - finished, reason=lines[0])
+            self._failures_seen.record(finished=finished, failed=size - finished, reason=texts[0])
             raise PromptError(f"prompt {prompt.prompt_id!r}: {reason}; min_rollouts is {least}") from failures[0]
         logger.warning("prompt %r: %s; its group has the other %d", prompt.prompt_id, reason, finished)
-        return lines
+        return texts
 
     def _assemble(
         self,
@@ -197,9 +200,10 @@ class Scoring:
         advantages: npt.NDArray[np.float32],
         by_function: ByFunction,
     ) -> RolloutGroup:
-        """The group of these rollouts, with `loss_mask` False for truncated rollouts if the settings say so.
+        """Makes the group of these rollouts.
 
-        Raises ValueError, TypeError or IndexError for rollouts of which no group can be made.
+        With `mask_truncated_completions`, its `loss_mask` is False for the tokens of truncated rollouts. Raises
+        ValueError, TypeError or IndexError for rollouts of which no group can be made.
         """
         reasons = tuple(_finish_reason_of(finished.rollout) for finished in played)
         group = assemble(
@@ -218,11 +222,11 @@ class Scoring:
                 group.extras[f"rewards/{name}"] = values
                 group.axes[f"rewards/{name}"] = "rollout"
         if self._config.mask_truncated_completions and "length" in reasons:
-            # True for a rollout that was not truncated; by rollout, by sequence, and by token.
+            # True if the rollout was not truncated: for each rollout, for each sequence, and for each token.
             ended_G = np.array([reason != "length" for reason in reasons])
             ended_S = ended_G[group.sequence_rollouts]
             ended_T = np.repeat(ended_S, group.completion_lengths)
-            if group.loss_mask is None:  # all tokens of the policy were to be trained on
+            if group.loss_mask is None:  # so far, no token of the policy is excluded from training
                 group.loss_mask = ended_T
             else:
                 group.loss_mask = group.loss_mask & ended_T
@@ -243,7 +247,7 @@ def _described_failure(failure: Exception) -> str:
 
 
 def _metrics_of(rollouts: Sequence[Rollout]) -> ByFunction:
-    """The metrics (G,) that all rollouts have, by name."""
+    """The values (G,) of each metric that all rollouts have, by its name."""
     shared = set.intersection(*(set(rollout.metrics) for rollout in rollouts))
     metrics: ByFunction = {}
     for name in sorted(shared):

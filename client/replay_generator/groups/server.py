@@ -69,7 +69,8 @@ class GeneratorServer(InsertingServer):
     async def release_all(self) -> None:
         """Requeues every partial group, and releases every permit that was not used."""
         await self.partial_groups.requeue_all()
-        releases = [self.release(grant) for grant in self._grants]  # each removes its grant only when it is awaited
+        # The loop may go over `_grants`: `release` removes a grant from the set, but only once it is awaited.
+        releases = [self.release(grant) for grant in self._grants]
         await asyncio.gather(*releases)
 
     async def leave(self) -> None:
@@ -77,20 +78,23 @@ class GeneratorServer(InsertingServer):
         await self._client.leave(timeout=LAST_WORD)
 
     def tags_of(self, work: PartialGroup) -> dict[str, str | int]:
-        """The tags of the group: those of its prompt, and those of the generator."""
+        """The tags of the group: the generator's tags and the prompt's tags. The prompt's tags win."""
         return {**self._config.tags, **work.spec.prompt.tags}
 
     async def insert(self, group: RolloutGroup, work: PartialGroup) -> None:
-        """Inserts a group. The insert uses up its permit, and closes its prompt or its partial group.
+        """Inserts a group. The insert uses up the group's permit, and closes its prompt or its partial group.
 
         If the config has an `unscored_table`, the group is inserted into that table, to be scored elsewhere. Raises the
         errors of `insert_into`, LeaseLostError if another generator may have the partial group by now, and LeftOut if
-        the lease of its prompt has ended.
+        the lease of the prompt has ended.
         """
         spec = work.spec
         unscored_table = self._config.unscored_table
         tags = self.tags_of(work)
-        closes = work.drawn.closes if work.sample is None else (work.sample,)
+        if work.sample is None:
+            closes = work.drawn.closes  # the prompt
+        else:
+            closes = (work.sample,)  # the partial group
         options: dict[str, Any] = {"permits": work.permit, "closes": closes}
         if unscored_table is None:
             handoff = self.hand_on(group, tags, spec.key)
@@ -102,7 +106,7 @@ class GeneratorServer(InsertingServer):
         try:
             await self.insert_into(f"prompt {group.prompt_id!r}", handoff, **options)
         except LeaseEndedError as error:
-            if work.sample is not None:  # the insert was to close the partial group, and not the prompt
+            if work.sample is not None:  # the ended lease was that of the partial group, and not that of the prompt
                 raise LeaseLostError from error
             raise LeftOut("prompts_lost") from error
         if work.permit is not None:
@@ -113,7 +117,7 @@ class GeneratorServer(InsertingServer):
     async def refused_as_old(self, error: BaseException | None) -> None:
         """Logs that the server has refused a group as too old, and asks the server at once for its newest version.
 
-        Only with that version, `PolicyFollower.hold` delays the next groups until the engine has newer weights.
+        `PolicyFollower.hold` needs that version to delay the next groups until the engine has newer weights.
         """
         which = f"the {self._stats['groups_refused_stale']}th"
         self._waiting.wait(
@@ -123,7 +127,8 @@ class GeneratorServer(InsertingServer):
         await self.observe(info)
 
     async def observe(self, info: ServerInfo) -> None:
-        """Also tells the PolicyFollower the server's newest version, and the smallest `max_staleness` of the tables."""
+        """Does the same as in `InsertingServer`. Before that, tells the PolicyFollower the server's newest version, and
+        the smallest `max_staleness` of the tables."""
         await self._policy.observe(info.policy)
         # The smallest bound counts: the server inserts a group into all of its tables or into none.
         names = (self._config.partial_groups_table, self._config.unscored_table, *self._config.tables)

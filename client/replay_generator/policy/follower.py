@@ -1,6 +1,7 @@
-"""PolicyFollower: loads the trainer's newest weights into an engine, and checks that both compute the same.
+"""PolicyFollower: loads the trainer's newest weights into an engine, and checks that engine and trainer compute the
+same log-probabilities.
 
-It delays new groups as long as the server would refuse groups of the engine's weights as too old.
+It also delays new groups as long as the engine's weights are so old that the server would refuse the groups.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 _PAUSE = 0.1
 """Seconds before the next attempt at a server that shuts down or is busy."""
 _LOOK = 0.5
-"""Seconds between two requests for weights that are not published, or cannot be fetched, yet."""
+"""Seconds between two attempts to get weights that are not published yet, or that cannot be fetched yet."""
 
 
 class WeightsNotFoundError(ReplayError):
@@ -56,7 +57,7 @@ class PolicyFollower:
     """Loads the weights that the trainer publishes.
 
     between_groups:  generate ──▶ [no generation starts; those under way end] ──▶ load ──▶ check ──▶ generate
-    in_flight:       generate ──▶ load ──▶ [those under way continue] ──▶ check ──▶ use completions since the load
+    in_flight:       generate ──▶ load ──▶ [those under way continue] ──▶ check ──▶ release completions since the load
 
     If weights fail their check, no completion that was drawn with them leaves the generator.
     """
@@ -83,7 +84,7 @@ class PolicyFollower:
         self._following = False
         """True once `follow` has begun."""
         self._loaded: tuple[int, str] | None = None
-        """The policy in the engine, as `_named` returns it; None: the engine has the weights that it started with."""
+        """The identity of the policy in the engine (`_identity_of`); None: it has the weights that it started with."""
         self._has_warned = False
         """True after the warning that weights have no probe."""
         self._held = WaitLog()
@@ -101,12 +102,14 @@ class PolicyFollower:
 
     @contextlib.asynccontextmanager
     async def generation(self, oldest: int | None = None) -> AsyncIterator[None]:
-        """Surrounds all code that draws tokens. At its end, waits until the weights of those tokens have been checked.
+        """Surrounds all code that draws tokens. At the end of the block, waits until the weights that drew the tokens
+        have been checked.
 
         `oldest`: the oldest version of the tokens that the group has already; None: the group has no tokens.
 
-        Raises TooOldToFinish as soon as the newest version is too far from the oldest version of the group. Then the
-        code inside is cancelled with its requests to the engine, so that a reload does not wait for these requests.
+        Raises TooOldToFinish as soon as the server would refuse the group as too old (`_too_old`). The code inside the
+        block is then cancelled, together with its requests to the engine, so that a reload does not wait for these
+        requests.
         """
         async with self._condition:
             if self._config.reload == "between_groups":
@@ -114,12 +117,13 @@ class PolicyFollower:
             self._generating += 1
         # The oldest version among the tokens that the group has, and those that it will get.
         version = self.version if oldest is None else min(oldest, self.version)
-        limit = asyncio.timeout(None)  # `_give_up` lets it expire, which raises TimeoutError inside
+        # The timeout has no time yet. `_give_up` makes it expire, which cancels the block and raises TimeoutError here.
+        limit = asyncio.timeout(None)
         try:
             async with limit:
                 self._under_way[limit] = version
-                # A new group has passed `hold`. A group with tokens may be too old already. Then it ends here, at the
-                # `sleep`, before another token is drawn.
+                # A new group has passed `hold`, so it is not too old. A group with tokens may be too old already. Such
+                # a group ends here, at the `sleep`, before another token is drawn.
                 if oldest is not None:
                     await self._give_up()
                     await asyncio.sleep(0)
@@ -136,23 +140,24 @@ class PolicyFollower:
         await self.checked()
 
     async def checked(self) -> None:
-        """Returns when all weights that have drawn tokens until now have passed their check.
+        """Waits until all weights that have drawn tokens until now have passed their check.
 
-        Between groups, weights are checked before they draw tokens. If a check fails, the wait lasts until the run
-        ends.
+        Weights that are loaded between groups are checked before they draw tokens, so only weights that are loaded in
+        flight need a wait. If their check fails, the wait lasts until the run ends.
         """
         if self._config.reload == "in_flight":
             async with self._condition:
                 await self._condition.wait_for(lambda: not self._reloading)
 
     async def hold(self) -> None:
-        """Returns when a group may be started. Waits while the table would refuse the group as too old.
+        """Waits as long as the server would refuse a group that is started now as too old.
 
         Raises StaleWeightsError if neither newer weights nor a looser bound end the wait within `stale_timeout`.
         """
         started = time.monotonic()
         timeout = self._config.stale_timeout or math.inf
-        # True for the first LOG_SECONDS if newer weights are on their way. Such a short wait is usual, and not logged.
+        # True for the first LOG_SECONDS if newer weights are on their way. A wait that short is usual, so it is not
+        # logged.
         expected = self._following and not self.without_weights
         while self._too_old(self.version):
             left = started + timeout - time.monotonic()
@@ -181,15 +186,15 @@ class PolicyFollower:
         return f"the engine has version {self.version}, and the newest is {self.newest_version}, {why}"
 
     async def facts(self) -> dict[str, Any]:
-        """`model_facts` of the engine, which does not change."""
+        """The `model_facts` of the engine. They do not change, so they are computed only once."""
         if self._facts is None:
             self._facts = await asyncio.to_thread(model_facts, self._engine.model, self._engine.tokenizer)
         return self._facts
 
     async def load_first(self, wait: bool) -> None:
-        """Loads the published weights, if there are any. `wait` True: waits until weights are published.
+        """Loads the published weights, if there are any. `wait`: if True, waits until weights are published.
 
-        Without published weights, the engine keeps the weights that it started with, as version 0.
+        Without published weights, the engine keeps the weights that it started with. They count as version 0.
         """
         policy = await self._client.policy()
         log = WaitLog()
@@ -209,28 +214,32 @@ class PolicyFollower:
         self._following = True
         async for policy in self._watch():
             await self.observe(policy)
-            if policy.weights and _named(policy) != self._loaded:
+            if policy.weights and _identity_of(policy) != self._loaded:
                 await self._reload(policy)
 
     async def observe(self, policy: Policy) -> None:
-        """Notes the newest policy of the server, and gives up the groups that are too old for this policy."""
+        """Notes the newest policy of the server, and gives up the groups that this policy makes too old."""
         self.newest_version = policy.version
         self.without_weights = not policy.weights
         await self._give_up()
 
     async def bound(self, max_staleness: int | None) -> None:
-        """Sets how many versions a group may be behind the newest when it arrives; None: any number."""
+        """Sets the number of versions that a group may be behind the newest version when it arrives; None: any number.
+
+        Gives up the groups that are too old by the new bound.
+        """
         self._max_staleness = max_staleness
         await self._give_up()
 
     def _too_old(self, version: int) -> bool:
-        """True if the server will refuse a group that begins with this version (its `Table.too_stale`)."""
+        """True if the server would refuse a group whose oldest version is this one. Its `Table.too_stale` decides."""
         if self._max_staleness is None:
             return False
         return self.newest_version - version > self._max_staleness
 
     async def _give_up(self) -> None:
-        """Ends the generations of groups that would be refused as too old, and lets `hold` check its groups again."""
+        """Ends the generations of groups that would be refused as too old. Wakes `hold`, which then checks anew whether
+        the groups that it delays may start."""
         for limit, version in list(self._under_way.items()):
             if self._too_old(version):
                 del self._under_way[limit]
@@ -253,8 +262,9 @@ class PolicyFollower:
         if self._config.reload == "between_groups":
             async with self._condition:
                 await self._condition.wait_for(lambda: self._generating == 0)
-            # A newer policy may have been published while groups finished. It is loaded in the place of `policy`,
-            # unless it must be fetched: nothing is generated now, and a fetch takes long. `follow` loads it later.
+            # A newer policy may have been published while groups finished. If its weights are on this machine, it is
+            # loaded in the place of `policy`. If they are remote, `follow` fetches and loads them later: a fetch takes
+            # long, and the engine generates nothing now.
             with contextlib.suppress(ServerClosedError, ServerBusyError):
                 newest = await self._client.policy()
                 if newest.weights and not is_remote(newest.weights):
@@ -267,11 +277,11 @@ class PolicyFollower:
             self._condition.notify_all()
 
     async def _fetched(self, policy: Policy) -> tuple[Policy, str]:
-        """The policy whose weights are on this machine now, and their folder.
+        """Fetches the weights of a policy, if they are remote. Returns the policy, and the folder of its weights.
 
-        It is `policy`, or a newer policy that was published while the weights of `policy` could not be fetched. The
-        engine continues to generate meanwhile. Raises WeightsNotFoundError only for the first weights, if they cannot
-        be fetched within `stale_timeout`.
+        Returns a newer policy instead of `policy` if one was published while the weights of `policy` could not be
+        fetched. During a fetch, the engine continues to generate. Raises WeightsNotFoundError if the first weights of
+        the run cannot be fetched within `stale_timeout`; for later weights, the attempts have no limit.
         """
         timeout = None if self._following else self._config.stale_timeout
         deadline = Deadline(timeout)
@@ -294,7 +304,8 @@ class PolicyFollower:
         return policy, policy.weights
 
     async def _load(self, policy: Policy, folder: str) -> None:
-        """Loads and checks the weights of `policy`, or of a newer policy if their files were removed meanwhile."""
+        """Loads and checks the weights of `policy`, which are in `folder`. If the trainer has removed their files,
+        loads and checks the newest policy instead."""
         started = time.monotonic()
         while True:
             try:
@@ -303,18 +314,19 @@ class PolicyFollower:
                 # `_check` raises FileNotFoundError, too, if another generator that shares the engine has loaded newer
                 # weights.
                 await self._check(policy, probe)
-                self._names = names or self._names  # an adapter, and weights without a probe, have no names
+                if names:  # `check_folder` returns no names for an adapter, and for weights without a probe
+                    self._names = names
                 break
             except FileNotFoundError as error:  # the trainer removes old weights after it has published newer ones
                 newest = await self._client.policy()
-                if _named(newest) == _named(policy):
+                if _identity_of(newest) == _identity_of(policy):
                     raise WeightsNotFoundError(
                         f"policy {policy.version}: {error}. The trainer must save weights where the generator can "
                         "read them (a shared file system, the same path on both), and keep the newest"
                     ) from error
                 policy, folder = await self._fetched(newest)
         beat()  # for health checks, new weights are progress
-        self._loaded = _named(policy)
+        self._loaded = _identity_of(policy)
         self.version = policy.version
         self.newest_version = max(self.newest_version, policy.version)
         self._metrics.count_reload(policy.version, time.monotonic() - started)
@@ -323,22 +335,27 @@ class PolicyFollower:
         """Checks the weights in a folder, before the engine loads them.
 
         Returns their probe, or None, and the names of their tensors, as `check_folder` does. Raises the errors of
-        `check_folder`, and WeightsMismatchError for a probe that the engine cannot read or for other frequencies.
+        `check_folder`. Also raises WeightsMismatchError if the probe has tokens that the engine does not know, or if
+        engine and trainer use different rotary frequencies.
         """
-        # The Fetcher has checked the address of fetched weights. Their folder lies in `weights_cache`.
-        root = None if is_remote(policy.weights) else self._config.weights_root
+        if is_remote(policy.weights):
+            root = None  # the Fetcher has checked the address of these weights, and their folder is in `weights_cache`
+        else:
+            root = self._config.weights_root
         facts = await self.facts()
         check = partial(check_folder, folder, root, self._engine.model, self._names, facts)
         try:
             # The check runs in a thread, because it may read all files of the weights.
             probe, names = await in_daemon_thread(check)
-            unknown = "" if probe is None else why_unknown(self._engine, probe.token_ids)
-            if unknown:
-                raise WeightsMismatchError(f"the probe in {folder}/probe.json has {unknown}")
+            if probe is not None:
+                unknown = why_unknown(self._engine, probe.token_ids)
+                if unknown:
+                    raise WeightsMismatchError(f"the probe in {folder}/probe.json has {unknown}")
             # Some models have other rotary frequencies for long sequences. The probe is short, so it may not show that
             # engine and trainer use different ones.
-            served = getattr(self._engine, "served_length", self._engine.max_length)
-            why = why_other_frequencies(folder_frequencies(folder), served)
+            served_length = getattr(self._engine, "served_length", self._engine.max_length)
+            trainer_frequencies = folder_frequencies(folder)
+            why = why_other_frequencies(trainer_frequencies, served_length)
             if why:
                 raise WeightsMismatchError(f"{folder}: {why}")
         except (WeightsNotAllowedError, WeightsDamagedError, WeightsMismatchError) as error:  # add the version
@@ -348,14 +365,15 @@ class PolicyFollower:
     async def _check(self, policy: Policy, probe: Probe | None) -> None:
         """Raises WeightsMismatchError if the engine computes other log-probabilities of the probe than the trainer.
 
-        `policy`: that of the weights in the engine. `probe` None: the weights have no probe, so nothing is compared.
+        `policy`: the policy whose weights are in the engine. `probe`: the probe of these weights; None: they have no
+        probe, so nothing is compared.
         """
         if probe is None:
             if not self._has_warned:
                 logger.warning(
                     "%s has no probe.json, so nobody checks that the engine uses them (said once)", policy.weights
                 )
-            self._has_warned = True
+                self._has_warned = True
             self._metrics.stats["probe_max_difference"] = math.nan
             return
         scores = await self._engine.score(probe.token_ids)
@@ -372,6 +390,6 @@ class PolicyFollower:
             )
 
 
-def _named(policy: Policy) -> tuple[int, str]:
+def _identity_of(policy: Policy) -> tuple[int, str]:
     """The version of a policy, and the location of its weights. Policies with the same pair are the same policy."""
     return policy.version, policy.weights

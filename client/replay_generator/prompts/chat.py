@@ -1,12 +1,16 @@
-"""Chat: makes text of messages by the tokenizer's chat template. Prompts, hooks and sessions all use `render`.
+"""Chat: renders messages to a text by the tokenizer's chat template. Prompts, hooks and sessions all use `render`.
 
-    messages of a row, a hook or a client ──clean──▶ texts ──ways──▶ the template ──▶ text, and the words to continue
+    messages of a row, a hook or a client
+      ──clean──▶ messages without null fields, whose contents are texts
+      ──_forms──▶ the first form of these messages that the template accepts
+      ──template──▶ the rendered text, and behind it the words of the assistant that the policy continues
 
-* A null field counts as missing. Arrow gives each message all fields, with null for each field that the message lacks.
+* A null field counts as missing, because Arrow gives each message all fields, with null for each field that the message
+  lacks.
 * Content in parts becomes the text of its parts. A part that is no text is refused.
-* The template gets the arguments of calls as objects. A template that needs the JSON of the arguments gets JSON
-  (`_WAYS`).
-* Messages of the system stay where they are. A template that accepts only one, at the top, gets one there (`_WAYS`).
+* The template gets the arguments of calls as objects. If it needs the JSON of the arguments, it gets JSON (`_CHANGES`).
+* System messages stay where they are. If the template accepts only one system message, at the top, it gets only one
+  (`_CHANGES`).
 * If the last message is of the assistant, the template does not render this message. Its words are put after the
   rendered text, and the policy continues these words.
 * A template that asks for today's date gets the day on which the rollout began. Otherwise the beginning of a
@@ -28,7 +32,7 @@ Message = Mapping[str, Any]
 """A message: {"role": "system" | "user" | "assistant" | ..., "content": ...}, with any other fields that the chat
 template reads."""
 _TEXTS = (None, "text", "input_text", "output_text")
-"""The values of `type` in parts of a content that are texts. None: the part has no type."""
+"""The values that `type` has in a part of a content if the part is a text. None: the part has no type."""
 _THOUGHTS_BEGIN = "<think>"
 _THOUGHTS_END = "</think>"
 _OURS = ("conversation", "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
@@ -37,7 +41,7 @@ _NOTHING_BEFORE = "no message comes before the words of the assistant: begin wit
 
 
 class ChatError(ValueError):
-    """Messages, tools or arguments are such that no template accepts them. The error names the fault."""
+    """The chat template cannot render these messages, tools or arguments. The error names the fault."""
 
 
 def render(
@@ -49,11 +53,14 @@ def render(
     *,
     ended: bool = False,
 ) -> str:
-    """The text that the policy continues: the messages, rendered by the tokenizer's chat template.
+    """Renders the messages by the tokenizer's chat template. Returns the text that the policy continues.
+
+    Tokenize this text without adding special tokens, because the template has written them.
 
     `tools`: as the client gave them, or Python functions. `template`: arguments of the template. `began`: when the
     rollout began; None: now. `ended`: the policy begins a new turn, even if the last message is of the assistant.
-    Tokenize the text without adding special tokens: the template has written them. Raises ChatError.
+
+    Raises ChatError if the template accepts no form of the messages, or if the messages are faulty.
     """
     arguments = dict(template or {})
     template_source = _template_of(tokenizer, arguments)
@@ -72,26 +79,27 @@ def render(
             if message["role"] == "developer":
                 message["role"] = "system"
     failure: Exception | None = None
-    for ways, form in _ways(cleaned):
+    for changes, form in _forms(cleaned):
         try:
             rendered = tokenizer.apply_chat_template(
                 form, tools=list(tools) or None, add_generation_prompt=True, tokenize=False, **arguments
             )
             _check_arguments(str(rendered), form)  # raises ChatError if the template needs JSON for the arguments
         except Exception as error:  # a template may raise anything
-            failure = failure or error  # the first failure is about the usual form of the messages
+            if failure is None:  # keep the first failure, because it is about the usual form of the messages
+                failure = error
             continue
         whole = f"{rendered}{words}"
         _checked("the chat, as the template renders it,", whole)  # raises ChatError for half a surrogate
-        if ways:  # not the usual form, which has failed with `failure`
-            _log_ways(ways, failure)
+        if changes:  # this is not the usual form, which has failed with `failure`
+            _log_changes(changes, failure)
         return whole
     raise ChatError(f"the chat template refuses the messages: {type(failure).__name__}: {failure}") from failure
 
 
-def _log_ways(ways: Sequence[_Way], failure: Exception | None) -> None:
-    """Logs once that a template has refused the usual form of messages, and that it gets another form."""
-    in_words = ", and ".join(_WAYS[way] for way in ways)
+def _log_changes(changes: Sequence[_Change], failure: Exception | None) -> None:
+    """Logs once that a template has refused the usual form of messages, and which changes it gets instead."""
+    in_words = ", and ".join(_CHANGES[change] for change in changes)
     say_once(
         f"the chat template refuses the messages as they are ({type(failure).__name__}: {failure}): it is told "
         f"{in_words}",
@@ -100,18 +108,21 @@ def _log_ways(ways: Sequence[_Way], failure: Exception | None) -> None:
 
 
 def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
-    """The tokens of a text that `render` returned, or of a part of it."""
+    """The tokens of a text that `render` returned, or of a part of such a text."""
     return [int(token) for token in tokenizer.encode(rendered, add_special_tokens=False)]
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text that the policy continues. A template may have rendered the text.
 
-    Puts the tokens that the tokenizer adds at the start, such as BOS, before the text. Two kinds of text get none: a
-    text that already begins with them, and a text that a chat template has rendered (it contains special tokens), if
-    that template never writes BOS. Leaves out the tokens that the tokenizer adds at the end, such as EOS, because they
-    would end the text. If the tokenizer splits a text with added tokens in another way than without, returns the tokens
-    as they are. Raises ChatError for half a surrogate.
+    Puts the tokens that the tokenizer adds at the start, such as BOS, before the tokens of the text. Two kinds of text
+    do not get these tokens: a text that already begins with them, and a text that a chat template has rendered, if that
+    template never writes BOS. A text that contains special tokens counts as rendered.
+
+    Leaves out the tokens that the tokenizer adds at the end, such as EOS, because they would end the text. But if the
+    tokenizer splits the text in another way when it adds tokens, the result is all tokens that it then returns.
+
+    Raises ChatError for half a surrogate.
     """
     _checked("the text", text)
     ids = [int(token) for token in tokenizer.encode(text)]
@@ -119,33 +130,34 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     if not special.intersection([*ids[:1], *ids[-1:]]):  # the tokenizer has added nothing
         return ids
     plain = rendered_ids(tokenizer, text)
-    first = _before(ids, plain)  # the tokens that the tokenizer adds at the start
-    if first is None:  # with its first tokens before a text, this tokenizer splits the text in another way
+    added_at_start = _ids_before(plain, ids)
+    if added_at_start is None:  # the tokenizer splits the text in another way when it adds tokens
         return ids
-    if plain[: len(first)] == first:  # the text begins with these tokens, or the tokenizer adds none at the start
+    if plain[: len(added_at_start)] == added_at_start:
+        # The text begins with these tokens already, or the tokenizer adds none at the start.
         return plain
     # The text does not begin with these tokens. So a template that writes BOS has not rendered the text. But a template
     # that never writes BOS may have rendered it, and then the text must not get BOS.
     template_source = _template_of(tokenizer, {})
     bos = getattr(tokenizer, "bos_token", None)
-    writes_first = "bos_token" in template_source or (bos is not None and bos in template_source)
-    if template_source and not writes_first:
+    writes_bos = "bos_token" in template_source or (bos is not None and bos in template_source)
+    if template_source and not writes_bos:
         has_special_tokens = bool(_special_ids(tokenizer).intersection(plain))
         if has_special_tokens:  # the template has rendered this text
             return plain
-    return [*first, *plain]
+    return [*added_at_start, *plain]
 
 
-def _before(ids: list[int], plain: list[int]) -> list[int] | None:
-    """The tokens in `ids` before the sequence `plain`; None: `ids` does not contain that sequence."""
-    for start in range(len(ids) - len(plain) + 1):
-        if ids[start : start + len(plain)] == plain:
+def _ids_before(part: list[int], ids: list[int]) -> list[int] | None:
+    """The tokens in `ids` before the sequence `part`; None: `ids` does not contain this sequence."""
+    for start in range(len(ids) - len(part) + 1):
+        if ids[start : start + len(part)] == part:
             return ids[:start]
     return None
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
-    """The ids of all special tokens, without the id that stands for unknown text, which any text may contain."""
+    """The ids of all special tokens, without the id of the unknown token, because any text may contain that token."""
     ids = set(tokenizer.all_special_ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     for token_id, token in added.items():
@@ -155,9 +167,10 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def _template_of(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
-    """The source of the template, or the sources of all templates if any may be used; "": there is none.
+    """The source of the chat template, which the argument `chat_template` may choose; "": there is no template.
 
-    The argument `chat_template` may choose one.
+    If the tokenizer has several templates, and the argument chooses none, returns the sources of all of them in one
+    text, because any of them may be used.
     """
     own = getattr(tokenizer, "chat_template", None) or ""
     wanted = arguments.get("chat_template")
@@ -165,7 +178,7 @@ def _template_of(tokenizer: Any, arguments: Mapping[str, Any]) -> str:
         return str(wanted or own)
     # The tokenizer has several templates, by name.
     if wanted:
-        return str(own.get(wanted, wanted))  # `wanted` names one of these templates, or is the source of another one
+        return str(own.get(wanted, wanted))  # `wanted` names one of these templates, or is itself a source
     return "\n".join(map(str, own.values()))
 
 
@@ -178,7 +191,7 @@ def clean(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages, start=1):
         try:
             cleaned.append(_clean(message))
-        except ChatError as error:  # add the number of the message
+        except ChatError as error:  # the error does not name the message
             raise ChatError(f"message {number}: {error}") from error
     return cleaned
 
@@ -200,7 +213,7 @@ def _clean(message: Any) -> dict[str, Any]:
 
 
 def text_of(content: Any) -> str:
-    """The content as a text. The texts of parts are joined without a separator, and null becomes "".
+    """Converts the content of a message to a text. The texts of parts are joined without a separator; null becomes "".
 
     Raises ChatError for a part that is no text.
     """
@@ -223,18 +236,19 @@ def text_of(content: Any) -> str:
             raise ChatError(f"the 'text' of a part of its content is {text!r:.80}, which is no text")
         others = [name for name, value in part.items() if name not in ("type", "text") and value is not None]
         if text is None and others:  # for example an image in a part without a type
+            names = ", ".join(map(str, others))
             raise ChatError(
-                f"a part of its content has {', '.join(map(str, others))!r:.80} and no 'text', and no text model "
-                "takes that: leave out the row"
+                f"a part of its content has {names!r:.80} and no 'text', and no text model takes that: leave out the "
+                "row"
             )
         texts.append(text or "")
     return "".join(texts)
 
 
 def _clean_calls(calls: Any) -> list[dict[str, Any]]:
-    """The calls without null fields. The arguments of calls stay as they are: a null in arguments may be meant.
+    """The tool calls of a message without null fields. Raises ChatError.
 
-    `calls`: a list, or its JSON.
+    The arguments of the calls stay as they are, because a null in arguments may be meant. `calls`: a list, or its JSON.
     """
     calls = _unpacked("tool_calls", calls) or []  # parses a text; [] for a blank one
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
@@ -250,9 +264,10 @@ def _clean_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, as an object. `function`: that of the call, with an object or its JSON as `arguments`.
+    """The arguments of a call, as an object.
 
-    Raises ChatError for any other arguments.
+    `function`: the function of the call. Its `arguments` are an object, or the JSON of an object. Raises ChatError for
+    any other arguments.
     """
     value = function.get("arguments")
     if isinstance(value, Mapping):
@@ -270,7 +285,7 @@ def arguments_of(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_words(messages: Sequence[Message]) -> None:
-    """Raises ChatError if the last message is of the assistant, and cannot be continued."""
+    """Raises ChatError if the last message is of the assistant, and the policy cannot continue this message."""
     if messages[-1]["role"] != "assistant":
         return
     _words_of(messages[-1])  # raises ChatError for a message without words
@@ -279,8 +294,8 @@ def check_words(messages: Sequence[Message]) -> None:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value, converted by `plain_value`. Raises ChatError, with the `name`, for half a surrogate or a value that is
-    nested too deeply."""
+    """Converts the value by `plain_value`. Raises ChatError for half a surrogate, and for a value that is nested too
+    deeply. The error calls the value by the given name."""
     try:
         return plain_value(value)
     except ValueError as error:
@@ -308,21 +323,21 @@ def _words_of(message: Message) -> str:
 # ------------------------------------------------------------------------------------------------ forms of messages
 
 _Messages = list[dict[str, Any]]
-_Way = Callable[[_Messages], _Messages]
+_Change = Callable[[_Messages], _Messages]
 
 
-def _ways(messages: _Messages) -> Iterator[tuple[tuple[_Way, ...], _Messages]]:
-    """Yields each form of the messages that some template needs, with the ways that lead to this form.
+def _forms(messages: _Messages) -> Iterator[tuple[tuple[_Change, ...], _Messages]]:
+    """Yields each form of the messages that some template needs, with the changes that lead to this form.
 
-    The usual form is first, with no ways. A form that was yielded already is left out. Raises ChatError for half a
-    surrogate.
+    The usual form is first, with no changes. A form that was yielded already is left out. Raises ChatError for half a
+    surrogate in the JSON of arguments.
     """
     yielded: list[_Messages] = []
-    for count in range(len(_WAYS) + 1):
-        for chosen in combinations(_WAYS, count):
+    for count in range(len(_CHANGES) + 1):
+        for chosen in combinations(_CHANGES, count):
             form = messages
-            for way in chosen:
-                form = way(form)
+            for change in chosen:
+                form = change(form)
             if _arguments_as_text not in chosen:  # templates usually need objects
                 form = _arguments_as_objects(form)
             if form not in yielded:
@@ -337,11 +352,11 @@ def _arguments_as_objects(messages: _Messages) -> _Messages:
     """
 
     def as_object(function: Mapping[str, Any]) -> Any:
-        """The arguments of a call, for `_with_arguments`."""
+        """The new arguments of a call, for `_with_arguments`."""
         try:
             return arguments_of(function)
         except ChatError as error:
-            if isinstance(error.__cause__, HalfSurrogateError):  # no form of the messages can mend this fault
+            if isinstance(error.__cause__, HalfSurrogateError):  # no other form of the messages mends this fault
                 raise
             return function.get("arguments")
 
@@ -352,6 +367,7 @@ def _arguments_as_text(messages: _Messages) -> _Messages:
     """The messages with the arguments of calls as JSON. Arguments that are a text already stay as they are."""
 
     def as_text(function: Mapping[str, Any]) -> Any:
+        """The new arguments of a call, for `_with_arguments`."""
         value = function.get("arguments")
         if isinstance(value, str):
             return value
@@ -360,8 +376,8 @@ def _arguments_as_text(messages: _Messages) -> _Messages:
     return _with_arguments(messages, as_text)
 
 
-def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]], Any]) -> _Messages:
-    """The messages with other arguments in their calls. `arguments` returns the new arguments for a call's function."""
+def _with_arguments(messages: _Messages, new_arguments: Callable[[Mapping[str, Any]], Any]) -> _Messages:
+    """The messages with new arguments in their calls, which `new_arguments` returns for the function of each call."""
     changed = []
     for message in messages:
         if "tool_calls" in message:
@@ -369,17 +385,17 @@ def _with_arguments(messages: _Messages, arguments: Callable[[Mapping[str, Any]]
             for call in message["tool_calls"]:
                 function = call.get("function")
                 if isinstance(function, Mapping):  # otherwise the arguments are in the call itself (`functions_of`)
-                    changed_function = {**function, "arguments": arguments(function)}
+                    changed_function = {**function, "arguments": new_arguments(function)}
                     calls.append({**call, "function": changed_function})
                 else:
-                    calls.append({**call, "arguments": arguments(call)})
+                    calls.append({**call, "arguments": new_arguments(call)})
             message = {**message, "tool_calls": calls}
         changed.append(message)
     return changed
 
 
 def _thoughts_apart(messages: _Messages) -> _Messages:
-    """The messages with the thoughts at the beginning of the assistant's content moved to `reasoning_content`."""
+    """The messages, with thoughts at the beginning of an assistant's content moved to its `reasoning_content`."""
     changed = []
     for message in messages:
         thoughts, end_of_thoughts, text = message["content"].partition(_THOUGHTS_END)
@@ -391,15 +407,17 @@ def _thoughts_apart(messages: _Messages) -> _Messages:
 
 
 def _one_system(messages: _Messages) -> _Messages:
-    """The messages with one message of the system, at the top.
+    """The messages with at most one system message, at the top.
 
-    This message has the words of all messages of the system at the top. Later messages of the system become messages of
-    the user, and are joined with the user's messages beside them: many of these templates need turns that alternate.
+    All system messages at the top are joined into this one. Later system messages become user messages. They are joined
+    with the user messages beside them, because many templates that accept only one system message also need turns that
+    alternate.
     """
-    top: list[str] = []  # the words of the messages of the system at the top
-    rest = list(messages)  # after the loop: the messages behind these
+    top: list[str] = []  # the contents of the system messages at the top
+    rest = list(messages)  # after the loop: the messages behind these system messages
     while rest and rest[0]["role"] == "system":
-        top.append(rest.pop(0)["content"])
+        system_message = rest.pop(0)
+        top.append(system_message["content"])
     changed: _Messages = []
     if top:
         changed.append({**messages[0], "content": "\n\n".join(top)})
@@ -409,7 +427,8 @@ def _one_system(messages: _Messages) -> _Messages:
         if is_system:
             message = {**message, "role": "user"}
         follows_user = bool(changed) and changed[-1]["role"] == message["role"] == "user"
-        if follows_user and (is_system or was_system):  # two messages that the user wrote stay apart
+        # Two messages that were user messages from the start stay apart.
+        if follows_user and (is_system or was_system):
             content = f"{changed[-1]['content']}\n\n{message['content']}"
             changed[-1] = {**changed[-1], "content": content}
         else:
@@ -418,17 +437,17 @@ def _one_system(messages: _Messages) -> _Messages:
     return changed
 
 
-_WAYS: dict[_Way, str] = {
+_CHANGES: dict[_Change, str] = {
     _arguments_as_text: "the arguments of calls as the text of their JSON",
     _thoughts_apart: "the thoughts of the assistant apart from its content, as reasoning_content",
     _one_system: "the messages of the system as one at the top, and later ones as words of the user",
 }
-"""Changes of messages that some templates need, each with its description in the log. If a template refuses the usual
-form, `render` tries each change alone, and then several together."""
+"""Changes of messages that some templates need, each with its description for the log. If a template refuses the usual
+form, `render` tries each change alone, and then several changes together."""
 
 
 def _check_arguments(rendered: str, messages: _Messages) -> None:
-    """Raises ChatError if the template has written arguments as Python's repr. Then the template needs their JSON."""
+    """Raises ChatError if the template has written arguments of calls as Python's repr, so that it needs their JSON."""
     contents = "\n".join(message["content"] for message in messages)
     for function in functions_of(messages):
         arguments = function.get("arguments")
@@ -437,7 +456,7 @@ def _check_arguments(rendered: str, messages: _Messages) -> None:
         written = repr(arguments)
         if written == json.dumps(arguments):  # repr and JSON are the same, so either is right
             continue
-        # A message may contain the same text, which then does not count.
+        # A message may contain the same text. Such an occurrence does not count.
         if rendered.count(written) > contents.count(written):
             raise ChatError("the template writes the arguments of calls as Python does")
 
@@ -446,7 +465,10 @@ def _check_arguments(rendered: str, messages: _Messages) -> None:
 
 
 def tools_of(value: Any) -> list[Any]:
-    """The tools in a row's `tools`, as they were given. `value`: a list of objects, or its JSON. Raises ChatError."""
+    """The tools in the field `tools` of a row. Raises ChatError.
+
+    `value`: the value of the field, which is a list of objects, or the JSON of such a list.
+    """
     tools = _unpacked("tools", value)
     if not tools:
         return []
@@ -454,10 +476,10 @@ def tools_of(value: Any) -> list[Any]:
         raise ChatError(f"'tools' must be a list of objects, or its JSON, not {tools!r:.200}")
     checked_tools = []
     for packed_tool in tools:
-        tool = _unpacked("tools", packed_tool)  # a tool in the list may be JSON by itself
+        tool = _unpacked("tools", packed_tool)  # each tool in the list may be JSON
         function = None
         if isinstance(tool, Mapping):
-            function = tool.get("function", tool)  # some clients write the function itself in the place of the tool
+            function = tool.get("function", tool)  # some clients write the function in the place of the tool
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ChatError(
                 f"each of 'tools' is an object with the name of its function, not {tool!r:.200}: if the column is not "
@@ -468,9 +490,9 @@ def tools_of(value: Any) -> list[Any]:
 
 
 def template_of(value: Any) -> dict[str, Any]:
-    """The arguments of the template in a row's `chat_template_kwargs`. `value`: an object, or its JSON.
+    """The arguments of the template in the field `chat_template_kwargs` of a row. Raises ChatError.
 
-    Raises ChatError.
+    `value`: the value of the field, which is an object, or the JSON of an object.
     """
     arguments = _unpacked("chat_template_kwargs", value) or {}
     if not isinstance(arguments, Mapping):
@@ -482,8 +504,11 @@ def template_of(value: Any) -> dict[str, Any]:
 
 
 def _unpacked(name: str, value: Any) -> Any:
-    """The value of a column, parsed if it is a text: Arrow has no type for the values of some columns, which are
-    therefore stored as JSON. None: the text is blank. Raises ChatError for a text that is no JSON."""
+    """Parses the value of the field `name` if the value is a text, and returns any other value as it is.
+
+    Some fields are stored as JSON, because Arrow has no type for their values. Returns None for a blank text. Raises
+    ChatError for a text that is no JSON.
+    """
     if not isinstance(value, str):
         return value
     if not value.strip():

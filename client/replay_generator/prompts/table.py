@@ -1,27 +1,30 @@
-"""Prompts of a table: all generators draw from it under leases, and the insert of a group closes its prompt.
+"""Prompts in a table of the server: all generators draw prompts from the table, each prompt under a lease.
 
 One request inserts a group and closes its prompt (`closes`). So a kill leaves either the prompt or the group, and never
 both or neither. A generator that dies loses its leases. Its prompts return to their places, and other generators draw
 them.
 
-`EpochPrompts` makes a group of each prompt once an epoch, in an order that depends on a seed. The table is a queue,
-which need not hold a whole epoch. Behind the loaded prompts lies a PromptCursor, which has the position of the next
-prompt. The generator that draws the cursor loads the next WINDOW prompts. It then inserts the next cursor, and the same
-request closes the cursor that it has drawn:
+`EpochPrompts` draws each prompt once an epoch, in an order that depends on a seed. The table is a queue, which need not
+hold a whole epoch. The last item of the queue is a PromptCursor, which has the position of the next prompt to load. The
+generator that draws the cursor loads the next WINDOW prompts. It then inserts the next cursor, and the same request
+closes the cursor that it has drawn:
 
     p1 p2 p3 cursor(3)  ──▶  cursor(3) drawn  ──▶  p4 p5 p6 cursor(6)
 
-So only the generator that has the lease of the cursor loads prompts. If it is killed, this depends on its last step:
+So only the generator that has the lease of the cursor loads prompts. If this generator is killed, what happens next
+depends on its last step:
 
-    the cursor is drawn             its lease ends, and another generator loads the prompts
-    some prompts are loaded         the same. Keys follow from run, epoch and position, so the server refuses duplicates
-    the next cursor is inserted     nothing is left to do: the same request has closed the old cursor
+    it has drawn the cursor             the lease ends, and another generator draws the cursor and loads the prompts
+    it has loaded some prompts          the same; the server refuses the prompts that were loaded already, because
+                                        their keys follow from run, epoch and position
+    it has inserted the next cursor     nothing is left to do, because the same request has closed the old cursor
 
-The server must remember the keys of one window until the next cursor is inserted, and need not remember them after
-that. So epochs may have any length. The table is empty, with no item drawn, only before the first cursor and after a
-reset.
+So the server must remember the keys of the prompts of one window until the next cursor is inserted, but no longer.
+Epochs may therefore have any length. The table is empty, with no item drawn, only before the first cursor is inserted
+and after a reset.
 
-`CurriculumPrompts` draws by priority, and prompts stay in the table. It remembers only the priority of a prompt.
+`CurriculumPrompts` draws prompts by priority, and the prompts stay in the table. The only thing that it remembers about
+the groups of a prompt is the priority of the prompt.
 """
 
 from __future__ import annotations
@@ -73,23 +76,26 @@ logger = logging.getLogger(__name__)
 WINDOW = 1024
 """The number of prompts of an epoch that are loaded at once."""
 LEAST_ROOM = 16 * WINDOW
-"""The least `max_size` of a table of epochs: a window, and the prompts that are requeued when generators die."""
+"""The least `max_size` of a table of epochs. It must hold one window, and all prompts that may be requeued when
+generators die."""
 LEAST_BOUND = 1_000_000
 """The least `max_staleness` of a table of partial groups that replace prompts. No run has a million versions, so
 the server drops none of these groups."""
 FIRST_PRIORITY = 0.25
-"""The priority of a prompt of a curriculum before its first group: the maximum of p (1 - p)."""
+"""The priority of a prompt of a curriculum before its first group. It is the maximum of p (1 - p), where p is the share
+of right completions (see CurriculumPrompts)."""
 LEARNING_RATE = 0.5
-"""The weight of the newest group of a prompt in the prompt's priority."""
+"""The weight of the newest group of a prompt in the priority of the prompt."""
 LEAST_PRIORITY = 0.02
-"""The priority of a prompt that was always solved, or never. It is drawn again, but less often."""
+"""The least priority of a prompt after its first group, for prompts that were always solved or never. It is above 0, so
+that such a prompt is still drawn, but less often."""
 _PAUSE = 1.0
-"""Seconds to wait for a prompt before the state of the table is checked again."""
+"""The seconds for which a generator waits for a prompt before it checks the state of the table."""
 MOST_BAD = 100
-"""The number of successive rows that are no prompts after which the run ends: the cause is not a single row."""
+"""After this many successive rows that are no prompts, the run ends, because the cause is then not a single bad row."""
 _MOST_BEGINNINGS = 64
-"""The number of keys that are tried for the first cursor. As long as the server remembers such a key, the table cannot
-begin with it again."""
+"""The number of keys that are tried for the first cursor. A key that the server still remembers, from before a reset of
+the table, cannot be used for a new first cursor."""
 
 
 class PromptsTable(PromptQueue):
@@ -113,8 +119,9 @@ class PromptsTable(PromptQueue):
         self._seed = config.sampling.seed or 0
         self._stats = stats
         self._bad_in_a_row = 0
+        """How many rows without a prompt have come one after the other, up to the last row."""
         self._names = ""
-        """A hash of the names of some prompts (`names_of`). A cursor with another hash is of other prompts."""
+        """A hash of the names of some prompts (`names_of`). A cursor with another hash belongs to other prompts."""
         self._items = LeasedItems(
             client,
             answer,
@@ -129,13 +136,13 @@ class PromptsTable(PromptQueue):
     async def begin(self) -> None:
         """Checks that the table can hold prompts. Raises ReplayError, with the remedy, if it cannot.
 
-        The subclasses then insert the first cursor, unless another generator has done so.
+        The subclasses extend this method: they also insert the first cursor, unless another generator has done so.
         """
         if not len(self._rows):
             raise ReplayError("there are no prompts to load: the file has no rows")
         self._names = await in_daemon_thread(lambda: names_of(self._rows))
         info = await self._info()
-        # Only the information from several servers has `shards`.
+        # Only the ServerInfo of a client of several servers has the attribute `shards`.
         if info.admission is not None and len(getattr(info, "shards", ())) > 1:
             raise ReplayError(
                 "a table of prompts over several servers does not go together with [admission]: use one server"
@@ -144,32 +151,35 @@ class PromptsTable(PromptQueue):
         if table is None:
             names = ", ".join(info.tables)
             raise ReplayError(f"prompts_table {self.table!r} does not exist; there are {names}: add it in [[tables]]")
-        fault = next(self._faults(json.loads(table.config)), None)  # the first fault
+        config = json.loads(table.config)
+        fault = next(self._faults(config), None)  # the first fault; None: there is none
         if fault is not None:
             raise ReplayError(f"table {self.table!r} cannot hold the prompts of {self._what}: {fault}")
 
     async def next(self) -> DrawnPrompt | None:
         """The next prompt, under a lease.
 
-        None: there is none now, or the cursor was drawn, and perhaps further prompts were loaded. Call `next` again.
+        None: the table has no prompt now, or this call has drawn the cursor and handled it. After None, call `next`
+        again, unless `ended`.
         """
         exclude: list[int] = []
-        is_drawn_again = not self._times  # drawn prompts stay in the table, which could return one of them now
-        if is_drawn_again:
+        drawn_prompts_stay = not self._times
+        if drawn_prompts_stay:  # the table could give this generator a prompt that it holds already
             exclude = [sample.info.key for sample, _ in self._items.held.values()]
         try:
-            sample, item = await self._items.draw(_PAUSE, exclude)
+            sample, stored = await self._items.draw(timeout=_PAUSE, exclude=exclude)
         except DeadlineExceededError:
             await self._table_is_idle()
             return None
-        if isinstance(item, PromptCursor):
-            await self._cursor_drawn(sample, item)
+        if isinstance(stored, PromptCursor):
+            await self._cursor_drawn(sample, stored)
             return None
-        prompt_item = PromptItem(sample.info.key, sample.info.priority, item.epoch, item.position)
-        return DrawnPrompt(item.prompt, closes=(sample,), item=prompt_item)
+        item = PromptItem(sample.info.key, sample.info.priority, stored.epoch, stored.position)
+        return DrawnPrompt(stored.prompt, closes=(sample,), item=item)
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """Forgets a prompt that an insert has closed. If the group was left out, acknowledges the prompt."""
+        """Forgets the prompt if it was closed when its group was `inserted`. Otherwise acknowledges the prompt, whose
+        group was left out."""
         if inserted:
             self.opened(drawn)
         else:
@@ -190,7 +200,7 @@ class PromptsTable(PromptQueue):
     # ------------------------------------------------------------------------------- the differences of the modes
 
     _what = ""
-    """The name of the mode, for errors."""
+    """What has these prompts, for errors: "an epoch" or "a curriculum"."""
     _sampler = ""
     """The `sampler` that the table must have."""
     _times = 0
@@ -198,15 +208,15 @@ class PromptsTable(PromptQueue):
 
     @abstractmethod
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
-        """Is called when the cursor has been drawn, as `sample`."""
+        """Handles a cursor that was drawn. `sample`: its item, under its lease."""
 
     async def _table_is_idle(self) -> None:
-        """Is called when no item could be drawn for _PAUSE seconds."""
+        """Is called when no item could be drawn within _PAUSE seconds."""
 
     # ---------------------------------------------------------------------------------------------- for both modes
 
     def _faults(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the settings of a table that make the table unfit for prompts, in words, with the remedy."""
+        """Yields, in words, each setting that makes a table with this `config` unfit for prompts, and its remedy."""
         sampler = config["sampler"]["type"]
         times = config["max_times_sampled"]
         limiter = config["rate_limiter"]
@@ -235,7 +245,7 @@ class PromptsTable(PromptQueue):
     async def _is_empty(self) -> bool:
         """True if the table holds no items, and no drawn item can return to it."""
         info = await self._info()
-        if getattr(info, "gone", ()):  # one of several servers does not answer, and may hold items
+        if getattr(info, "gone", ()):  # at least one of several servers does not answer, and may hold items
             return False
         table = info.tables[self.table]
         return not table.size and not table.reserved
@@ -243,9 +253,9 @@ class PromptsTable(PromptQueue):
     async def _first_cursor(self, priority: float) -> None:
         """Inserts the first cursor if the table is empty.
 
-        Generators that begin at the same time use the same key, so that only one cursor is inserted. After a reset the
-        server may still know that key, and not insert the cursor. Then the table stays empty, and the next key is
-        tried.
+        Generators that begin at the same time use the same key, so that only one cursor is inserted. After a reset of
+        the table, the server may still remember this key, and then does not insert the cursor. The table stays empty,
+        and the next key is tried.
         """
         cursor = PromptCursor(run=secrets.randbits(63), seed=self._seed, rows=len(self._rows), names=self._names)
         for beginning in range(_MOST_BEGINNINGS):
@@ -257,7 +267,7 @@ class PromptsTable(PromptQueue):
     async def _insert_cursor(
         self, cursor: PromptCursor, key: int, priority: float = 1.0, closes: Sequence[Sample] = ()
     ) -> None:
-        """Inserts a cursor, with a tag that shows a user how far the prompts are loaded."""
+        """Inserts a cursor, with a tag that tells users how far the prompts are loaded."""
         await self._answer(
             self._client.insert,
             cursor.encode(),
@@ -270,49 +280,50 @@ class PromptsTable(PromptQueue):
     async def _load(self, cursor: PromptCursor, rows: Sequence[int], priority: float = 1.0) -> None:
         """Inserts the prompts of these rows. The first prompt has the position of `cursor`.
 
-        `rows`: the numbers of the rows. Prompts that the table has already are not inserted again. A row that is no
-        prompt, or whose prompt no table can hold, is left out. Otherwise such a row would end one generator after the
-        other.
+        `rows`: the numbers of the rows. Prompts that the table has already are not inserted again. A row is left out if
+        it is no prompt, or if its prompt cannot be stored in a table. Otherwise such a row would end one generator
+        after the other.
         """
 
         def encoded() -> list[tuple[bytes, dict[str, TagValue]] | PromptError]:  # is called in a thread
             return [self._stored(row, cursor, position) for position, row in enumerate(rows, cursor.position)]
 
         prompts = await in_daemon_thread(encoded)
-        indices: dict[int, int] = {}  # the index of each prompt in `prompts` and `rows`, by its key
+        index_of: dict[int, int] = {}  # the key of each prompt -> its index in `prompts` and `rows`
         for index in range(len(prompts)):
             key = key_of(cursor.run, cursor.epoch, cursor.position + index)
-            indices[key] = index
+            index_of[key] = index
 
-        async def attempt() -> dict[int, ReplayError]:
+        async def insert_all() -> dict[int, ReplayError]:
             """Inserts all prompts. Returns the errors of the prompts that are too large, by their keys.
 
-            `_answer` repeats this if the server goes away. The keys are the same then, so nothing is inserted twice.
+            `_answer` calls this function again if the server goes away. The keys are the same in each call, so no
+            prompt is inserted twice.
             """
             async with self._client.writer(max_in_flight=WINDOW) as writer:
-                for key, index in indices.items():
-                    stored = prompts[index]
-                    if isinstance(stored, PromptError):
+                for key, index in index_of.items():
+                    encoded_prompt = prompts[index]
+                    if isinstance(encoded_prompt, PromptError):
                         continue
-                    payload, tags = stored
+                    payload, tags = encoded_prompt
                     insert = partial(writer.insert, payload, {self.table: priority}, key=key, tags=tags)
-                    await _beside_too_large(insert)
-                await _beside_too_large(writer.flush)
+                    await _despite_too_large(insert)
+                await _despite_too_large(writer.flush)
                 for error in writer.refused.values():
                     if not isinstance(error, PayloadTooLargeError):
                         raise error
                 return dict(writer.refused)
 
-        refused = await self._answer(attempt)
-        for key, error in refused.items():
-            index = indices[key]
-            row = place_of(self._rows, rows[index])
-            prompts[index] = PromptError(f"{row}: the prompt cannot be stored in a table: {error}")
+        too_large = await self._answer(insert_all)
+        for key, error in too_large.items():
+            index = index_of[key]
+            place = place_of(self._rows, rows[index])
+            prompts[index] = PromptError(f"{place}: the prompt cannot be stored in a table: {error}")
         for prompt in prompts:
             self._count_bad(prompt)
 
     def _stored(self, row: int, cursor: PromptCursor, position: int) -> tuple[bytes, dict[str, TagValue]] | PromptError:
-        """The bytes and the tags of the prompt in a row, for its item. If the row is no prompt, returns the error."""
+        """The bytes and the tags of the item for the prompt in a row. If the row is no prompt, returns the error."""
         try:
             stored = StoredPrompt(prompt_at(self._rows, row), cursor.epoch, position)
             return stored.encode(), stored.item_tags()
@@ -320,9 +331,10 @@ class PromptsTable(PromptQueue):
             return error
 
     def _count_bad(self, prompt: object) -> None:
-        """Counts successive rows that are no prompts. Raises ReplayError after MOST_BAD, or if all rows are like that.
+        """Counts successive rows that are no prompts. Raises ReplayError if there are MOST_BAD of them, or as many as
+        there are rows.
 
-        `prompt`: the PromptError of such a row. Any other value is a prompt, and resets the count.
+        `prompt`: the PromptError of a row that is no prompt. Any other value is a prompt, and resets the count.
         """
         if not isinstance(prompt, PromptError):
             self._bad_in_a_row = 0
@@ -334,7 +346,7 @@ class PromptsTable(PromptQueue):
         logger.warning("left out of table %r: %s", self.table, prompt)
 
     def _check(self, cursor: PromptCursor) -> None:
-        """Raises ReplayError if the table was loaded from other prompts: another number of them, or other names."""
+        """Raises ReplayError if `cursor` belongs to other prompts: to another number of them, or to other names."""
         if (cursor.rows, cursor.names) != (len(self._rows), self._names):
             loaded = counted(cursor.rows, "prompt")
             has = "others" if cursor.rows == len(self._rows) else str(len(self._rows))
@@ -344,11 +356,11 @@ class PromptsTable(PromptQueue):
             )
 
 
-async def _beside_too_large(call: Callable[[], Awaitable[object]]) -> None:
+async def _despite_too_large(call: Callable[[], Awaitable[object]]) -> None:
     """Calls a method of a writer, and repeats the call after each error about a prompt that is too large.
 
-    The writer records such a prompt in `refused`. A later call of any method raises the error, once, and does nothing
-    else, so that call must be repeated.
+    Such an error is about a prompt of an earlier call, and the writer has recorded it in `refused`. The writer raises
+    the error once, in its next call, which then does nothing else. So that call must be repeated.
     """
     while True:
         try:
@@ -367,17 +379,17 @@ def _lose(_: Sample, __: StoredPrompt | PromptCursor) -> None:
 
 
 class EpochPrompts(PromptsTable):
-    """Returns each prompt once an epoch, with any number of generators, also after restarts."""
+    """Draws each prompt once an epoch, also if there are several generators, and if generators or servers restart."""
 
     _what = "an epoch"
     _sampler = "fifo"
     _times = 1
 
     async def begin(self) -> None:
-        """Also checks the table of partial groups, and inserts the first cursor.
+        """Checks both the table of prompts and the table of partial groups, and inserts the first cursor.
 
-        A stored partial group replaces its prompt. Raises ReplayError if the table may drop such groups as too old: the
-        prompts would then be missing in their epoch.
+        Raises ReplayError if the table of partial groups may drop groups as too old. A stored partial group replaces
+        its prompt, so the prompt of a dropped group would be missing in its epoch.
         """
         await super().begin()
         info = await self._info()
@@ -392,28 +404,29 @@ class EpochPrompts(PromptsTable):
                 f"whose prompts are missing then; declare it in [[tables]] with max_staleness = {LEAST_BOUND}, and "
                 "generators make prompts again of groups that are too old"
             )
-        await self._first_cursor(1.0)
+        await self._first_cursor(priority=1.0)
 
     async def requeued(self, drawn: DrawnPrompt, partial: Sample | None = None) -> None:
-        """Requeues a prompt. A prompt that replaces a partial group is inserted anew, behind the loaded prompts."""
+        """Requeues a prompt. If the prompt replaces a partial group, inserts it anew, behind the loaded prompts."""
         await super().requeued(drawn)
-        if partial is None or drawn.item is None:  # the prompt replaces no partial group, or is of no table
+        if partial is None or drawn.item is None:  # the prompt replaces no partial group, or did not come from a table
             return
         prompt = StoredPrompt(Prompt.of(drawn.source), drawn.item.epoch, drawn.item.position)
-        # The key follows from the key of the partial group, so the prompt is not inserted twice if an answer was lost.
+        # The key follows from the key of the partial group. So if an answer is lost and the request is sent again, the
+        # prompt is not inserted twice.
         key = key_of("again", partial.info.key)
         tags = prompt.item_tags()
-        table = {self.table: 1.0}
+        priorities = {self.table: 1.0}
         with contextlib.suppress(LeaseEndedError):  # another generator has drawn the group, and continues it
-            await self._answer(self._client.insert, prompt.encode(), table, key=key, tags=tags, closes=[partial])
+            await self._answer(self._client.insert, prompt.encode(), priorities, key=key, tags=tags, closes=[partial])
 
     async def _table_is_idle(self) -> None:
-        await self._first_cursor(1.0)  # does nothing, unless somebody has emptied the table
+        await self._first_cursor(priority=1.0)  # does nothing, unless somebody has emptied the table
 
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
-        """Loads the next WINDOW prompts of the epoch, and inserts the next cursor, which closes this one.
+        """Loads the next WINDOW prompts of the epoch, and inserts the next cursor. This insert closes the drawn cursor.
 
-        After the last epoch, requeues the cursor for the other generators, and may set `ended`.
+        After the last epoch, requeues the cursor for the other generators, and sets `ended` if no group is missing.
         """
         self._check(cursor)
         epochs = self._config.prompts_epochs
@@ -421,7 +434,7 @@ class EpochPrompts(PromptsTable):
             await self._wait_for_others()
             await self._items.end([sample], requeue=True)
             return
-        # The order is computed in a thread: for millions of rows, this would hold up the event loop.
+        # The order is computed in a thread, because millions of rows would block the event loop.
         order = await in_daemon_thread(lambda: epoch_order(cursor.rows, cursor.seed, cursor.epoch))
         rows = order[cursor.position : cursor.position + WINDOW].tolist()
         epoch = cursor.epoch
@@ -432,7 +445,7 @@ class EpochPrompts(PromptsTable):
         assert (epoch, position) > (cursor.epoch, cursor.position), "a cursor goes forward"
         assert len(rows) <= WINDOW, len(rows)
         try:
-            # A generator that was suspended for longer than the lease must stop, as another one loads these prompts.
+            # If this generator was suspended for longer than the lease, another one loads these prompts. So it stops.
             async with asyncio.timeout(self._config.prompts_lease):
                 await self._load(cursor, rows)
                 key = key_of(cursor.run, epoch, position, "cursor")
@@ -445,62 +458,72 @@ class EpochPrompts(PromptsTable):
     async def _wait_for_others(self) -> None:
         """Sets `ended` if no prompt can return and no partial group is left. Otherwise waits for _PAUSE seconds.
 
-        All prompts of all epochs have been drawn before.
+        Call it when the last cursor was drawn, so that all prompts of all epochs have been drawn before.
         """
         info = await self._info()
         table = info.tables[self.table]
+        only_cursor_left = table.size == 0 and table.reserved == 1  # the reserved item is the cursor
         partial_groups = info.tables.get(self._config.partial_groups_table or "")
-        self.ended = table.size == 0 and table.reserved == 1  # the one drawn item is this cursor
-        if partial_groups is not None and partial_groups.size + partial_groups.reserved:
-            self.ended = False
+        groups_left = partial_groups is not None and partial_groups.size + partial_groups.reserved > 0
+        self.ended = only_cursor_left and not groups_left
         if not self.ended:
             await asyncio.sleep(_PAUSE)
 
 
 class CurriculumPrompts(PromptsTable):
-    """Returns prompts again and again, and more often if their groups have a higher learnability.
+    """Draws prompts again and again, and draws those more often whose groups have a higher learnability.
 
-    The priority of a prompt is a running mean of p (1 - p), with p the share of its completions that are right
-    (learnability, arXiv 2502.12272; `scoring.group_learnability`):
+    The learnability of a group is p (1 - p), where p is the share of completions that are right (arXiv 2502.12272;
+    `scoring.group_learnability`). The priority of a prompt is a running mean of the learnability of its groups:
 
         priority = (1 - LEARNING_RATE) * priority + LEARNING_RATE * max(p (1 - p), LEAST_PRIORITY)
 
-    So the weight of a group halves with each further group of its prompt, and no prompt is forgotten. The priority is
-    the only state of a prompt. The generator that makes the next group of the prompt updates this priority, also after
-    a restart.
+    So the weight of a group halves with each further group of its prompt. The priority never falls to 0, so each prompt
+    is drawn again at some time.
+
+    The priority is the only state of a prompt, and the server stores it. So any generator can make the next group of
+    the prompt and update the priority, also after a restart.
     """
 
     _what = "a curriculum"
     _sampler = "prioritized"
 
     async def begin(self) -> None:
-        """Also loads all prompts, unless a second cursor records that some generator has done so."""
+        """Checks the table, inserts the first cursor and loads all prompts.
+
+        After the last prompt comes a second cursor. If the table has it, some generator has loaded all prompts already,
+        and they are not loaded again.
+        """
         await super().begin()
-        await self._first_cursor(0.0)  # an item of priority 0 is never drawn
-        run = await self._run()
-        loaded = key_of(run, "loaded")  # the key of the second cursor
-        if await self._answer(self._client.get, [loaded], payloads=False):  # the server has the second cursor
+        await self._first_cursor(priority=0.0)  # an item of priority 0 is never drawn
+        run = await self._run_of_first_cursor()
+        second_key = key_of(run, "loaded")  # the key of the second cursor
+        if await self._answer(self._client.get, [second_key], payloads=False):  # the server has the second cursor
             return
         cursor = PromptCursor(run=run, seed=self._seed, rows=len(self._rows), names=self._names)
         for start in range(0, cursor.rows, WINDOW):
             rows = range(start, min(start + WINDOW, cursor.rows))
             await self._load(replace(cursor, position=start), rows, FIRST_PRIORITY)
-        # From now on no generator loads: prompts that a user deletes stay deleted.
-        await self._insert_cursor(replace(cursor, position=cursor.rows), loaded, 0.0)
+        # After this insert, no generator loads prompts any more. So prompts that a user deletes stay deleted.
+        second_cursor = replace(cursor, position=cursor.rows)
+        await self._insert_cursor(second_cursor, second_key, priority=0.0)
 
     async def finished(self, drawn: DrawnPrompt, rewards: npt.ArrayLike | None, *, inserted: bool) -> None:
-        """Also updates the priority of the prompt. A kill before the update loses only the effect of this group."""
+        """Ends the prompt as in `PromptsTable`, and then updates its priority.
+
+        If the generator is killed before the update, only the effect of this group on the priority is lost.
+        """
         await super().finished(drawn, rewards, inserted=inserted)
         item = drawn.item
-        if item is None:  # the prompt of a partial group that some generator has opened without this table
+        if item is None:  # a generator without this table has opened the group, as a partial group
             return
         learnability = 0.0 if rewards is None else group_learnability(rewards)
-        mean = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(learnability, LEAST_PRIORITY)
-        await self._answer(self._client.update_priorities, self.table, {item.key: mean})
+        priority = (1 - LEARNING_RATE) * item.priority + LEARNING_RATE * max(learnability, LEAST_PRIORITY)
+        await self._answer(self._client.update_priorities, self.table, {item.key: priority})
 
-    async def _run(self) -> int:
-        """The number `run` of the first cursor. Raises ReplayError if the table has no first cursor, or if it was
-        loaded from other prompts."""
+    async def _run_of_first_cursor(self) -> int:
+        """The number `run` of the first cursor. Raises ReplayError if the table has no first cursor, or if the cursor
+        belongs to other prompts."""
         keys = [key_of("begin", self.table, beginning) for beginning in range(_MOST_BEGINNINGS)]
         for item in await self._answer(self._client.get, keys):  # returns only the items that the server has
             with contextlib.suppress(ValueError):  # a damaged item is no cursor
@@ -514,7 +537,8 @@ class CurriculumPrompts(PromptsTable):
         )
 
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
-        await self._items.end([sample], requeue=True)  # its priority was 0, so a user must have raised it
+        # A cursor has priority 0, so it was drawn only because a user has raised its priority.
+        await self._items.end([sample], requeue=True)
 
 
 def prompt_queue_of(
@@ -524,9 +548,10 @@ def prompt_queue_of(
     config: GeneratorConfig,
     stats: GeneratorStats,
 ) -> PromptQueue:
-    """The queue for these prompts. Raises ValueError if `config` has a prompts_table and `prompts` cannot be indexed.
+    """Makes the queue for these prompts, of the kind that `config` names.
 
-    Also raises ValueError if `config` has prompts_epochs, and its other settings allow no epochs.
+    Raises ValueError if `config` has a prompts_table, but `prompts` cannot be indexed. Also raises ValueError if
+    `config` has prompts_epochs, but its other settings allow no epochs.
     """
     if config.prompts_table is None:
         if config.prompts_epochs is not None:

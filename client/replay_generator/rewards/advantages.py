@@ -1,4 +1,5 @@
-"""Advantages: computes the advantages of a group as `scale_rewards` says, or by a function of the user's own."""
+"""Advantages: computes the advantages of a group from its rewards, either as `scale_rewards` says or by a function of
+the user's own."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class Advantages:
         if config.advantages is not None:
             self.name = name_of(config.advantages)
             self._function = load_advantages(config.advantages)
-        # The function is called for one group at a time: it may keep a mean over all groups, and need not be
-        # thread-safe.
+        # The function is called for one group at a time, so that it may keep state, such as a mean over all groups,
+        # without being thread-safe.
         self._turn = asyncio.Semaphore(1)
 
     async def compute(
@@ -49,12 +50,15 @@ class Advantages:
         played: Sequence[PlayedRollout],
         by_function: Mapping[str, FloatArray],
     ) -> FloatArray:
-        """The advantages (G,) of a group, in float32. `rewards`: (G,). `row`: the row of the prompt. `played`: the G
-        rollouts. `by_function`: the rewards (G,) of each reward function, by its name. Raises AdvantageError."""
+        """The advantages (G,) of a group, in float32. Raises AdvantageError if the user's function fails.
+
+        `rewards` (G,): the rewards of the rollouts. `row`: the row of the prompt. `played`: the G rollouts.
+        `by_function`: the rewards (G,) that each reward function gave, by the name of the function.
+        """
         if self._function is None:
             return group_advantages(rewards, scale=self._scale)
         rewards_G = rewards.astype(np.float64)
-        lengths = []
+        lengths = []  # the number of sampled tokens of each rollout
         for rollout in played:
             lengths.append(sum(int(sequence.sampled_mask.sum()) for sequence in rollout.sequences))
         facts = {
@@ -71,23 +75,26 @@ class Advantages:
     async def _call(
         self, function: AdvantageFunction, rewards_G: npt.NDArray[np.float64], facts: Mapping[str, Any]
     ) -> Any:
-        """The result of the user's function. `facts`: all arguments that the function may ask for, by name.
+        """Calls the user's function, and returns its result. Raises AdvantageError if the function raises an error or
+        takes too long.
 
-        Raises AdvantageError if the function raises an error or takes too long.
+        `facts`: by name, all arguments that the function may ask for beside the rewards.
         """
-        failed = f"the advantage function {self.name!r}"
-        # The clock starts with the call: the time in which a group waits for its turn does not count.
+        subject = f"the advantage function {self.name!r}"  # the first words of each error
+        # The clock starts with the call, so the time in which a group waits for its turn does not count.
         async with self._turn:
             try:
                 async with asyncio.timeout(self._timeout) as limit:
-                    return await user_code.call(function, rewards_G.copy(), **facts_for(function, facts))
+                    wanted_facts = facts_for(function, facts)
+                    return await user_code.call(function, rewards_G.copy(), **wanted_facts)
             except TimeoutError as error:
-                how = f"raised TimeoutError: {error}"  # by the function itself, unless `limit` has expired
                 if limit.expired():
                     how = f"took longer than {self._timeout:g} s (reward_timeout)"
-                raise AdvantageError(f"{failed} {how}{user_code.where(function, error)}") from error
+                else:  # the function itself has raised TimeoutError
+                    how = f"raised TimeoutError: {error}"
+                raise AdvantageError(f"{subject} {how}{user_code.where(function, error)}") from error
             except user_code.UserCodeError as error:
-                raise AdvantageError(f"{failed} {error.how}{error.place}") from error
+                raise AdvantageError(f"{subject} {error.how}{error.place}") from error
             except Exception as error:
-                raised = f"raised {user_code.in_words(error)}{user_code.where(function, error)}"
-                raise AdvantageError(f"{failed} {raised}") from error
+                how = f"raised {user_code.in_words(error)}"
+                raise AdvantageError(f"{subject} {how}{user_code.where(function, error)}") from error

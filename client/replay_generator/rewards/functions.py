@@ -1,7 +1,7 @@
-"""Reward functions: score the completions of a prompt.
+"""Reward functions: score the rollouts of a prompt.
 
-A reward function is a function of the user's own, or a built-in one. The reward of a rollout is the weighted sum of the
-results of all its reward functions.
+A reward function is written by the user, or built in. The reward of a rollout is the weighted sum of the results of all
+reward functions of the run.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from replay_generator.user_code.results import LARGEST, check_name, number_of
 from replay_protos.words import counted
 
 RewardFunction = Callable[..., float | None | Awaitable[float | None]]
-"""A function that takes the prompt's row and the last text that the policy wrote, and returns a reward. A function that
-returns None abstains, and only the other functions decide. A function with a parameter `rollout` also gets the whole
-Rollout: its turns with their texts, the output of tools, and its `info`.
+"""A function that takes the row of a prompt and the last text that the policy wrote in a rollout, and returns the
+reward of the rollout. If it returns None, it abstains, and only the other functions decide about the rollout. If it has
+a parameter `rollout`, it also gets the whole Rollout: the turns with their texts, the output of tools, and `info`.
 
 If the function is async, all calls for a group run at the same time. Otherwise the function runs in a thread, for one
-group at a time. After a function has asked for a signal (`signal.alarm`, for example), it runs in a process of its
-own."""
+group at a time. A function that asks for a signal (by `signal.alarm`, for example) runs in a process of its own from
+then on, because only the main thread of a process can handle signals."""
 GroupRewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
-"""A function with the decorator `group_reward`. It takes the prompt's row and the texts of all G rollouts, and returns
-G rewards, each of which may be None. A function with a parameter `rollouts` also gets the rollouts."""
+"""A function with the decorator `group_reward`. It takes the row of a prompt and the last texts of all G rollouts, and
+returns G rewards, each of which may be None. If it has a parameter `rollouts`, it also gets the G rollouts."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OWN_REWARD = "rollout"
-"""The rewards that environments give to their rollouts are listed under this name, beside those of reward functions."""
+"""The name under which the rewards that environments give to their rollouts are listed, beside the names of reward
+functions."""
 _SCORES_GROUPS = "scores_groups"
-"""The attribute of functions with the decorator `group_reward`."""
+"""The name of the attribute that the decorator `group_reward` sets on a function."""
 _THREAD_SAFE = "thread_safe"
-"""The attribute of functions with the decorator `thread_safe`."""
+"""The name of the attribute that the decorator `thread_safe` sets on a function."""
 _SAFE_THREADS = 8
 """The number of groups that `thread_safe` functions score at the same time, unless `threads` is given."""
 
@@ -56,12 +57,12 @@ class RewardError(ReplayError):
 
 
 class AbstainedError(RewardError):
-    """Every reward function abstained for a rollout. The functions are taken to have meant this, because other rollouts
-    of this run have had rewards."""
+    """Every reward function abstained for a rollout. Other rollouts of this run have had rewards, so the functions
+    probably abstained on purpose, and not because a `return` is missing."""
 
 
 def group_reward(function: Function) -> Function:
-    """Decorator for a function that scores all completions of a prompt in one call, for example as one batch of a
+    """Decorator for a function that scores all rollouts of a group in one call, for example as one batch for a reward
     model."""
     setattr(function, _SCORES_GROUPS, True)
     return function
@@ -80,17 +81,17 @@ class Reward:
     function: RewardFunction | GroupRewardFunction
     weight: float = 1.0
     name: str = ""
-    """The name in metrics and errors; "": the function's own name."""
+    """The name of the reward in metrics and errors; "": it gets the name of the function."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a reward that cannot be used. Sets the `name` if there is none."""
+        """Checks the fields, and sets `name` if it is empty. Raises ValueError for a reward that cannot be used."""
         if not callable(self.function):
             raise ValueError(f"a reward must be a function, not {self.function!r}")
         if not math.isfinite(self.weight):
             raise ValueError(f"the weight of a reward must be finite, not {self.weight}")
         if not self.name:
             own_name = getattr(self.function, "__name__", type(self.function).__name__)
-            object.__setattr__(self, "name", own_name)  # the class is frozen
+            object.__setattr__(self, "name", own_name)  # the class is frozen, so a plain assignment raises an error
         check_name(self.name, "the name of a reward function")
         if self.name.startswith(f"{OWN_REWARD}/"):
             raise ValueError(
@@ -99,16 +100,21 @@ class Reward:
 
 
 Rewards = RewardFunction | GroupRewardFunction | Reward | Sequence[RewardFunction | GroupRewardFunction | Reward]
-"""One or several rewards, whose weighted sum counts. A plain function has the weight 1."""
+"""One reward, or several whose weighted sum counts. A function that is not in a Reward has the weight 1."""
 
 
 class Scorer:
     """Calls reward functions without blocking the event loop."""
 
     def __init__(self, rewards: Rewards | None, *, threads: int | None = None, timeout: float | None = None) -> None:
-        """`rewards` None: the rollouts have rewards of their own. `threads`: the groups that functions without async
-        may score at the same time; None: 1, and 8 for functions that are `thread_safe`. `timeout`: the most seconds for
-        one function and one group. Raises ValueError for an empty list, and for two functions with one name."""
+        """`rewards` None: the rollouts have rewards of their own, for example from environments.
+
+        `threads`: how many groups the functions without async may score at the same time; None: 1 group, and 8 groups
+        for functions that are `thread_safe`. `timeout`: the most seconds for one function and one group; None: no
+        limit.
+
+        Raises ValueError for an empty list, and for two functions with one name.
+        """
         listed: Sequence[RewardFunction | GroupRewardFunction | Reward]
         if rewards is None:
             listed = []
@@ -129,57 +135,62 @@ class Scorer:
         self._safe_threads = asyncio.Semaphore(threads or _SAFE_THREADS)
         """The same limit for functions that are `thread_safe`."""
         self._has_scored = False
-        """True once any rollout has had a reward. Until then, None may also come from a function without `return`."""
+        """True once any rollout has had a reward. Before that, results of None may mean that a function lacks a
+        `return`."""
 
     @property
     def scores_groups(self) -> bool:
-        """True if a reward function compares the rollouts of a group, and so needs all of them at once."""
+        """True if any reward function is a `group_reward`, which needs all rollouts of a group at once."""
         return any(getattr(reward.function, _SCORES_GROUPS, False) for reward in self.rewards)
 
     async def score(
         self, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None = None
     ) -> tuple[npt.NDArray[np.float32], dict[str, npt.NDArray[np.float32]]]:
-        """The weighted sums (G,), and the rewards (G,) of each function by its name. Raises RewardError.
+        """Scores a group. Returns the weighted sums (G,), and the rewards (G,) that each function gave, by its name.
 
-        NaN in the rewards of a function: the function abstained, and the sum is that of the other functions. NaN in a
-        sum: all functions abstained, so the rollout has no reward (`unscored`).
+        `row`: the row of the prompt. `texts`: the last text of the policy in each rollout. `rollouts` None: there are
+        no rollouts, only texts.
 
-        `texts`: the last text of the policy in each rollout. `rollouts` None: there are no rollouts, only texts. The
-        rewards of environments count as a function with the name "rollout" and the weight 1. Either all rollouts have
-        such a reward, or none.
+        If a function abstained for a rollout, its reward is NaN, and the sum is that of the other functions. If all
+        functions abstained, the sum is NaN: the rollout has no reward, and `unscored` makes the error for it.
+
+        If environments gave the rollouts rewards, these count like those of a function with the name "rollout" and the
+        weight 1. Raises RewardError if a function fails, if a sum is too large, or if only some of the rollouts have
+        rewards from environments.
         """
         weights: dict[str, float] = {}
         by_name: dict[str, npt.NDArray[np.float64]] = {}
         for reward in self.rewards:
             weights[reward.name] = reward.weight
             by_name[reward.name] = await self._rewards_of(reward, row, texts, rollouts)
-        own: list[float | None] = [None] * len(texts)
+        own: list[float | None] = [None] * len(texts)  # the rewards that environments gave
         if rollouts:
             own = [rollout.reward for rollout in rollouts]
-        # Without reward functions, the rollouts must have rewards: if they have none, `_own_rewards` raises the error.
+        # If there is no reward function, `_own_rewards` is called even if no rollout has a reward, to raise the error.
         if any(value is not None for value in own) or not self.rewards:
             weights[OWN_REWARD] = 1.0
             by_name[OWN_REWARD] = _own_rewards(own)
         total = np.zeros(len(texts))  # (G,)
-        abstained = np.ones(len(texts), np.bool_)  # (G,) True: no function so far has scored the rollout
+        all_abstained = np.ones(len(texts), np.bool_)  # (G,) True: no function so far has scored the rollout
         for name, rewards in by_name.items():
-            total += weights[name] * np.nan_to_num(rewards)  # a function that abstained adds 0
-            abstained &= np.isnan(rewards)
-        total[abstained] = math.nan
-        largest = float(np.abs(total[~abstained]).max(initial=0.0))
-        if not largest <= MAX_VALUE:  # NaN is refused too
+            total += weights[name] * np.nan_to_num(rewards)  # NaN, where the function abstained, adds 0
+            all_abstained &= np.isnan(rewards)
+        total[all_abstained] = math.nan
+        scored = total[~all_abstained]
+        largest = float(np.abs(scored).max(initial=0.0))
+        if not largest <= MAX_VALUE:  # also true if `largest` is NaN
             names = ", ".join(repr(name) for name in by_name)
             raise RewardError(
                 f"the weighted sum of {names} is {largest:g}, and no trainer can use a reward beyond ±{MAX_VALUE:g}: "
                 "scale the rewards"
             )
-        if not abstained.all():
+        if scored.size:
             self._has_scored = True
         return total.astype(np.float32), {name: rewards.astype(np.float32) for name, rewards in by_name.items()}
 
     def unscored(self) -> RewardError:
-        """The error for a rollout for which every function abstained. It is an AbstainedError if any rollout of this
-        run has had a reward."""
+        """The error for a rollout for which every function abstained. It is an AbstainedError if another rollout of
+        this run has had a reward."""
         functions = " and ".join(f"{reward.name!r}{user_code.where(reward.function)}" for reward in self.rewards)
         message = f"it has no reward: {functions} returned None, and one function must give a number"
         if self._has_scored:
@@ -189,12 +200,15 @@ class Scorer:
     async def _rewards_of(
         self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
     ) -> npt.NDArray[np.float64]:
-        """The rewards (G,) of one function; NaN: the function abstained. Raises RewardError."""
+        """The rewards (G,) that one function gives a group; NaN: the function abstained for the rollout.
+
+        Raises RewardError if the function fails, or if its results are no rewards.
+        """
         parameter = _rollout_parameter(reward.function)
         if parameter and rollouts is None:
             raise _failed(reward, f"has a parameter {parameter!r}, and here are texts without rollouts")
         results = await self._call(reward, row, texts, rollouts)
-        # A text, a dict and an array of numpy without axes can be iterated, and are no list of rewards.
+        # Texts, dicts and arrays of NumPy without axes are instances of Iterable, too, but no lists of rewards.
         is_single_value = isinstance(results, str | bytes | Mapping) or getattr(results, "ndim", 1) == 0
         if is_single_value or not isinstance(results, Iterable):
             shown = user_code.shown(results)
@@ -206,7 +220,7 @@ class Scorer:
             numbers = np.array([number_of(value) for value in values if value is not None])
         except ValueError as error:
             raise _failed(reward, f"returned {error}") from error
-        if not (np.abs(numbers) <= LARGEST).all():  # NaN is refused too
+        if not (np.abs(numbers) <= LARGEST).all():  # also true if any of them is NaN
             raise _failed(reward, f"returned {numbers.tolist()}: rewards must be finite, in float32 too")
         is_number = [value is not None for value in values]
         rewards = np.full(len(values), math.nan)
@@ -217,7 +231,7 @@ class Scorer:
         self, reward: Reward, row: Mapping[str, Any], texts: Sequence[str], rollouts: Sequence[Rollout] | None
     ) -> Any:
         """The results of one function, as it returns them. Raises RewardError if it fails or takes too long."""
-        # The clock starts with the call: the time in which a group waits for a thread does not count.
+        # The clock starts with the call, so the time in which a group waits for a thread does not count.
         async with self._thread(reward.function):
             try:
                 async with asyncio.timeout(self._timeout) as limit:
@@ -233,8 +247,8 @@ class Scorer:
                 raise _failed(reward, f"raised {user_code.in_words(error)}", error) from error
 
     def _thread(self, function: Callable[..., Any]) -> AbstractAsyncContextManager[None]:
-        """The context for a call of `function`. If the call needs a thread, entering the context waits until one is
-        free."""
+        """The context in which to call `function`. If the function needs a thread, entering the context waits until
+        one more call may run in a thread."""
         if user_code.is_async(function):
             return nullcontext()
         if getattr(function, _THREAD_SAFE, False):
@@ -243,7 +257,8 @@ class Scorer:
 
 
 def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
-    """The rewards (G,) that the environments gave the rollouts. Raises RewardError if one is missing or not finite."""
+    """The `rewards` (G,) that environments gave the rollouts, as an array. Raises RewardError if one is missing or not
+    finite."""
     missing = sum(reward is None for reward in rewards)
     if missing > 0:
         raise RewardError(
@@ -251,13 +266,13 @@ def _own_rewards(rewards: Sequence[float | None]) -> npt.NDArray[np.float64]:
             f"or the generator gets a reward function"
         )
     own = np.array(rewards, np.float64)
-    if not (np.abs(own) <= LARGEST).all():  # NaN is refused too
+    if not (np.abs(own) <= LARGEST).all():  # also true if any of them is NaN
         raise RewardError(f"the hook gave the rewards {own.tolist()}: they must be finite, in float32 too")
     return own
 
 
 def _rollout_parameter(function: Callable[..., Any]) -> str | None:
-    """The parameter by which a function asks for rollouts: "rollout" or "rollouts"; None: it wants only texts."""
+    """The name of the parameter by which a function gets rollouts: "rollout" or "rollouts"; None: it has neither."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions written in C have no signature
@@ -271,8 +286,8 @@ def _rollout_parameter(function: Callable[..., Any]) -> str | None:
 async def _results(
     function: Callable[..., Any], row: Mapping[str, Any], texts: list[str], rollouts: list[Rollout]
 ) -> Any:
-    """The results of one call for the whole group, if the function is a `group_reward`; otherwise of one call for each
-    rollout."""
+    """Calls a function for a group, and returns its results. A `group_reward` is called once for the whole group, and
+    any other function once for each rollout."""
     parameter = _rollout_parameter(function)
     options: dict[str, Any] = {}
     if getattr(function, _SCORES_GROUPS, False):
@@ -289,13 +304,13 @@ async def _results(
 
 
 ANSWER = "answer"
-"""The field of a row in which built-in rewards find the expected answer, unless another field is named."""
+"""The field of a row in which built-in rewards find the expected answer, unless the user names another field."""
 
 
 def exact_match(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
     """1.0 if the completion is the row's answer, else 0.0. White space at the beginning and the end does not count.
 
-    `answer_field`: the field with the answer. It may be a path, such as `reward_model.ground_truth`.
+    `answer_field`: the field of the row with the answer. It may be a path, such as `reward_model.ground_truth`.
     """
     expected = str(_expected("exact_match", row, answer_field))
     return float(completion_text.strip() == expected.strip())
@@ -304,9 +319,11 @@ def exact_match(row: Mapping[str, Any], completion_text: str, *, answer_field: s
 def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: str = ANSWER) -> float:
     """1.0 if the final answer of the completion is the same number or formula as the row's answer, else 0.0.
 
-    The package math-verify compares them. Both answers may stand in a whole solution: in `\\boxed{}`, or behind `####`
-    as in GSM8K. Text before `</think>` does not count. `answer_field`: the field with the row's answer, which may be a
-    path. A list in this field has several right answers. Raises ImportError without math-verify (the extra `math`).
+    The package math-verify compares the two. Each of them may stand in a whole solution: in `\\boxed{}`, or behind
+    `####` as in GSM8K. In the completion, text before `</think>` does not count.
+
+    `answer_field`: the field with the row's answer, which may be a path. If the field holds a list, each element of the
+    list is a right answer. Raises ImportError if math-verify is needed and not installed (the extra `math`).
     """
     expected = _expected("math_answer", row, answer_field)
     answers = expected if isinstance(expected, list | tuple) else [expected]
@@ -314,8 +331,10 @@ def math_answer(row: Mapping[str, Any], completion_text: str, *, answer_field: s
 
 
 def _expected(name: str, row: Mapping[str, Any], answer_field: str) -> Any:
-    """The answer in a row. `name`: the reward function, for the error message. Raises ValueError if the row has no
-    answer."""
+    """The answer that a row expects, from its field `answer_field`. Raises ValueError if the row has no answer.
+
+    `name`: the name of the reward function, for errors.
+    """
     needed = f"{name} needs an {answer_field!r} in each row"
     try:
         expected = field_of(row, answer_field)
@@ -332,10 +351,13 @@ BUILT_IN_REWARDS: dict[str, Callable[..., float]] = {"exact_match": exact_match,
 
 
 def load_reward(name: str) -> Reward:
-    """The reward named "exact_match", "math_answer" or "package.module:function". "=0.5" at the end sets its weight.
+    """Loads the reward of this name. "=0.5" at the end of the name sets its weight.
 
-    "exact_match:reward_model.ground_truth" is `exact_match` with this `answer_field`. Raises ValueError for a name that
-    leads to no function, and ImportError if a package that the function needs is missing.
+    The name is "package.module:function", or a built-in reward: "exact_match" or "math_answer". A field behind the name
+    of a built-in reward is its `answer_field`, as in "exact_match:reward_model.ground_truth".
+
+    Raises ValueError for a name that leads to no function, and ImportError if a package that the function needs is
+    missing.
     """
     path, equals, weight_text = name.partition("=")
     weight = 1.0
@@ -351,11 +373,12 @@ def load_reward(name: str) -> Reward:
         check_installed()
     function = BUILT_IN_REWARDS[built_in]
     if answer_field:
-        # The name is given, since a partial has none.
-        return Reward(partial(function, answer_field=answer_field), weight, built_in)
+        with_field = partial(function, answer_field=answer_field)
+        return Reward(with_field, weight, name=built_in)  # with a name, because a `partial` has no `__name__`
     return Reward(function, weight)
 
 
 def _failed(reward: Reward, how: str, error: Exception | None = None) -> RewardError:
-    """The error that says how a reward function failed. `error`: the exception that it raised; None: it raised none."""
+    """The error for a reward function that failed. `how`: what it did, in words. `error`: the exception that it raised;
+    None: it raised none."""
     return RewardError(f"reward function {reward.name!r} {how}{user_code.where(reward.function, error)}")

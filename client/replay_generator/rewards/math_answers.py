@@ -1,10 +1,11 @@
-"""Math answers: finds the final answer in a text, and decides if two answers are the same number or formula.
+r"""Math answers: finds the final answer in a text, and decides whether two answers are the same number or formula.
 
-    "... so 6 * 12 = 72\\n#### 72"     72
-    "... hence \\boxed{\\frac{1}{2}}"    \\frac{1}{2}
-    "The answer is 72."              no mark: math-verify looks for the answer
+    the text                             its final answer
+    "... so 6 * 12 = 72\n#### 72"        72
+    "... hence \boxed{\frac{1}{2}}"      \frac{1}{2}
+    "The answer is 72."                  has no mark, so math-verify looks for it
 
-Plain numbers are compared here. All other answers are compared by math-verify, in a process of its own
+This module compares plain numbers. The package math-verify compares all other answers, in a process of its own
 (math_worker.py).
 """
 
@@ -29,19 +30,19 @@ _HASHES = "####"
 _THOUGHTS_BEGIN = "<think>"
 _THOUGHTS_END = "</think>"
 _LAST_CHARACTERS = 1000
-"""math-verify looks for an answer without a mark only in this many characters at the end of a text."""
+"""If a text does not mark its answer, math-verify looks for it only in this many characters at the end of the text."""
 _MOST_ANSWER = 10_000
-"""The most characters of an answer. A longer one counts as wrong."""
+"""The most characters of a marked answer. A longer answer counts as wrong."""
 _NUMBER = re.compile(r"(?:\\?\$)?\s*([-+]?[\d,]*\.?\d+)\s*\$?\.?")
-"""A number such as -1,234.5, perhaps between or behind dollar signs, and perhaps with a full stop at the end. Group 1
+"""A number such as -1,234.5. There may be a dollar sign before it, one behind it, and a full stop at the end. Group 1
 is the number alone."""
 _WITH_UNIT = re.compile(r"((?:\\?\$)?\s*[-+]?[\d,]*\.?\d+)\s+[A-Za-z]{2}.*")
-"""A number with a unit behind it, such as "72 apples". Group 1 is the text before the unit. This module ignores the
-unit, as GSM8K's own evaluation does."""
+"""A number with a unit behind it, such as "72 apples". Group 1 is the text before the unit. The unit is ignored, as in
+the evaluation that comes with GSM8K."""
 
 
 def check_installed() -> None:
-    """Raises ImportError without the package math-verify."""
+    """Raises ImportError if the package math-verify is not installed."""
     if find_spec("math_verify") is None:
         raise ImportError(
             "math_answer needs math-verify, which is not installed: pip install 'math-verify[antlr4_13_2]'"
@@ -49,15 +50,16 @@ def check_installed() -> None:
 
 
 def marked_answer(text: str) -> str | None:
-    """The marked answer of a text: the content of its last `\\boxed{}`, or else the line behind its last `####`. None:
-    the text has no marked answer."""
+    """The marked answer of a text: the content of its last `\\boxed{}` or, if it has none, the line behind its last
+    `####`. None: the text has no marked answer."""
     start = text.rfind(_BOX)
     if start >= 0:
-        return _in_braces(text[start + len(_BOX) :])
+        behind_box = text[start + len(_BOX) :]
+        return _in_braces(behind_box)
     if _HASHES in text:
-        _, _, behind = text.rpartition(_HASHES)
-        line, _, _ = behind.strip().partition("\n")
-        answer = line.strip("* ")  # Markdown's signs of bold text
+        _, _, behind_hashes = text.rpartition(_HASHES)
+        line, _, _ = behind_hashes.strip().partition("\n")
+        answer = line.strip("* ")  # without the stars around bold text in Markdown
         with_unit = _WITH_UNIT.fullmatch(answer)
         if with_unit is None:
             return answer
@@ -66,8 +68,8 @@ def marked_answer(text: str) -> str | None:
 
 
 def _in_braces(text: str) -> str | None:
-    """The text between a brace at the beginning and the brace that closes it; if the text does not begin with a brace,
-    its first word. None: the text is empty, or its brace is never closed."""
+    """If the text begins with a brace, returns what is between this brace and the brace that closes it. Otherwise
+    returns the first word of the text. None: the text is empty, or its brace is never closed."""
     text = text.lstrip()
     if not text:
         return None
@@ -86,8 +88,10 @@ def _in_braces(text: str) -> str | None:
 
 
 def after_thoughts(text: str) -> str:
-    """The text behind the thoughts of the policy, or the whole text if it has no thoughts. "": the thoughts have no
-    end."""
+    """The part of a completion behind the thoughts of the policy, or the whole completion if it has no thoughts.
+
+    "": the completion ends within the thoughts.
+    """
     if _THOUGHTS_END in text:
         _, _, reply = text.rpartition(_THOUGHTS_END)
         return reply
@@ -97,10 +101,12 @@ def after_thoughts(text: str) -> str:
 
 
 def same_answer(expected: Sequence[str], text: str) -> bool:
-    """True if the answer of a completion is one of the `expected` answers. Each of these may stand in a whole solution.
+    """True if the final answer of a completion is one of the `expected` answers.
 
-    `text`: the completion. If it does not mark its answer, math-verify takes the formula behind "answer is", or else
-    the last formula. Raises ImportError without math-verify, if the answers are no plain numbers.
+    `text`: the completion. If it does not mark its answer, math-verify takes the formula behind "answer is" or, if
+    there is none, the last formula. `expected`: each may be an answer alone, or a whole solution with a marked answer.
+
+    Raises ImportError if math-verify is needed and not installed. It is not needed if all answers are plain numbers.
     """
     reply = after_thoughts(text)
     answer = marked_answer(reply)
@@ -108,10 +114,10 @@ def same_answer(expected: Sequence[str], text: str) -> bool:
     for solution in expected:
         marked = marked_answer(solution)
         if marked is None:
-            marked = solution
+            marked = solution  # the answer stands alone
         right_answers.append(marked.strip())
     if answer is not None:
-        if not answer or len(answer) > _MOST_ANSWER:  # the mark is empty, or holds too much for an answer
+        if not answer or len(answer) > _MOST_ANSWER:  # the mark holds nothing, or too much for an answer
             return False
         if answer in right_answers:
             return True
@@ -124,7 +130,7 @@ def same_answer(expected: Sequence[str], text: str) -> bool:
     if answer is None:
         compared = reply[-_LAST_CHARACTERS:]
     else:
-        compared = f"\\boxed{{{answer}}}"  # a mark that math-verify knows, also for an answer behind ####
+        compared = f"\\boxed{{{answer}}}"  # math-verify knows this mark, but not ####
     # math-verify reads LaTeX only between dollar signs.
     formulas = [right if "$" in right else f"${right}$" for right in right_answers]
     return _compare(formulas, compared)
@@ -144,18 +150,19 @@ def _number(text: str) -> Decimal | None:
 # ------------------------------------------------------------------------------------------------ workers
 
 _idle: deque[subprocess.Popen[str]] = deque()
-"""Worker processes that wait for a comparison. When this process ends, their input ends, and so they end too."""
+"""Worker processes that have nothing to compare now. When this process ends, the standard input of the workers ends,
+and so the workers end, too."""
 
 
 def _compare(expected: Sequence[str], got: str) -> bool:
-    """True if math-verify finds that `got` has the answer of one of the formulas `expected`.
+    """Lets a worker process compare answers by math-verify. True if `got` is the same answer as any of `expected`.
 
-    False, with a warning, if the comparison takes too long or too much memory, which ends the worker process.
+    A comparison that takes too long or too much memory ends the worker process. Then logs a warning, and returns False.
     """
-    # No other thread uses this worker until it is in `_idle` again.
+    # A worker that is not in `_idle` belongs to this thread alone.
     try:
         worker = _idle.pop()
-    except IndexError:  # all workers are in use
+    except IndexError:  # all workers are in use, or there is none yet
         worker = _start()
     assert worker.stdin is not None
     assert worker.stdout is not None
@@ -166,8 +173,8 @@ def _compare(expected: Sequence[str], got: str) -> bool:
         worker.stdin.flush()
         verdict = worker.stdout.readline().strip()
     except OSError:
-        pass  # the worker has ended: a comparison took too long or too much memory
-    if verdict not in ("0", "1"):  # "" if the worker has ended
+        pass  # the worker has ended, so it cannot read the request
+    if verdict not in ("0", "1"):  # if the worker has ended, the verdict is ""
         worker.kill()
         worker.wait()
         logger.warning("an answer took too long to compare, and counts as wrong: %.200r", got)
@@ -177,19 +184,20 @@ def _compare(expected: Sequence[str], got: str) -> bool:
 
 
 def _start() -> subprocess.Popen[str]:
-    """A new worker process, with the search path of this process. Raises ImportError if it cannot import
-    math-verify."""
+    """Starts a worker process, which looks for modules in the same folders as this process. Raises ImportError if the
+    worker cannot import math-verify."""
     check_installed()
     program = str(Path(__file__).with_name("math_worker.py"))
-    path = os.pathsep.join(folder for folder in sys.path if folder)
+    module_path = os.pathsep.join(folder for folder in sys.path if folder)
     worker = subprocess.Popen(
         [sys.executable, program],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # Ctrl-C in the terminal must reach only the generator: the worker ends with it
-        env={"PATH": os.environ.get("PATH", ""), "PYTHONPATH": path},
+        # In a session of its own, the worker gets no Ctrl-C from the terminal. It ends when this process ends.
+        start_new_session=True,
+        env={"PATH": os.environ.get("PATH", ""), "PYTHONPATH": module_path},
     )
     assert worker.stdout is not None
     if worker.stdout.readline().strip() != "ready":

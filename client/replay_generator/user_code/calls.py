@@ -3,9 +3,10 @@
 All calls of users' functions go through this module. Such a function may fail in any way, but it cannot end the
 process, and every failure is reported:
 
-* Three exceptions of a user's function would end the process or a task of ours: SystemExit, a KeyboardInterrupt from a
-  `raise` in the function, and a CancelledError although nobody cancelled the call. They become a UserCodeError, which
-  names function, file and line. Ctrl-C and the cancellation of the caller are raised unchanged.
+* Three exceptions of a user's function would end the process or a task of this package: SystemExit, a
+  KeyboardInterrupt from a `raise` in the function, and a CancelledError although nobody cancelled the call. These
+  exceptions become a UserCodeError, which names function, file and line. Ctrl-C and the cancellation of the caller are
+  raised unchanged.
 * A function without async runs in a thread. Only the main thread of a process can handle signals. Therefore a function
   that asks for a signal runs in a process of its own from then on (signal_process.py).
 * An async function runs on the event loop. If the function blocks the loop, LoopWatch logs the name of the function.
@@ -58,14 +59,14 @@ _calling: ContextVar[Function | None] = ContextVar("_calling", default=None)
 MOST_LEFT = 8
 """The most abandoned threads of one function: threads that still run, but that nobody waits for any more. A function
 with so many abandoned threads is not called in another thread."""
-_left: dict[int, set[_Thread]] = {}
+_abandoned: dict[int, set[_Thread]] = {}
 """The abandoned threads, by the `id` of their function. A thread holds a reference to its function, so that no other
 function gets this id."""
-_left_lock = threading.Lock()
-"""Held while `_left` is read or changed."""
+_abandoned_lock = threading.Lock()
+"""Held while `_abandoned` is read or changed."""
 _processes: dict[int, tuple[Function, SignalProcess]] = {}
-"""The functions that run in a process of their own, each with its process, by the `id` of the function. The reference
-to the function keeps other functions from getting this id."""
+"""The `id` of each function that runs in a process of its own -> the function and its process. The reference to the
+function keeps other functions from getting this id."""
 _processes_lock = threading.Lock()
 """Held while `_processes` is changed."""
 
@@ -91,24 +92,24 @@ class UserCodeValueError(UserCodeError, ValueError):
 
 def is_async(function: Function) -> bool:
     """True if a call of `function` returns a coroutine, which runs on the event loop."""
-    # An object that can be called is async if its method `__call__` is.
+    # A callable object is async if its method `__call__` is.
     method = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 async def call(function: Function, *args: Any, **options: Any) -> Any:
-    """The result of one call. An async function runs on the event loop, and any other function in a thread. Raises the
-    errors of the function, and UserCodeError."""
+    """Calls `function`, and returns its result. An async function runs on the event loop, and any other function in a
+    thread. Raises the errors of the function, and UserCodeError."""
     if is_async(function):
         result = _begin(function, args, options)
     else:
-        results = await _call_plain(function, [(args, options)])
+        results = await _call_outside_of_loop(function, [(args, options)])
         result = results[0]
     return await _resolved(function, result)
 
 
 async def call_each(function: Function, calls: Sequence[Call]) -> list[Any]:
-    """The results of several calls, in order.
+    """Calls `function` several times, and returns the results in the order of the calls.
 
     All calls of an async function run at the same time. The calls of any other function run one after the other, in one
     thread. Raises the errors of the function, and UserCodeError.
@@ -116,17 +117,20 @@ async def call_each(function: Function, calls: Sequence[Call]) -> list[Any]:
     if is_async(function):
         results = [_begin(function, args, options) for args, options in calls]
     else:
-        results = await _call_plain(function, calls)
+        results = await _call_outside_of_loop(function, calls)
     return await asyncio.gather(*(_resolved(function, result) for result in results))
 
 
 def call_here(function: Function, *args: Any, **options: Any) -> Any:
-    """The result of a call in this thread. Use `call_here` for fast functions, and to get a coroutine for `awaited`."""
+    """Calls `function` in this thread, and returns its result. The result of an async function is a coroutine.
+
+    Use `call_here` for fast functions, and to get a coroutine for `awaited`.
+    """
     return _begin(function, args, options)
 
 
 def call_plain(function: Function, *args: Any) -> Any:
-    """The result of a call in this thread, for functions without async. Raises UserCodeError if the function is
+    """Calls a function without async in this thread, and returns its result. Raises UserCodeError if the function is
     async."""
     result = call_here(function, *args)
     if inspect.iscoroutine(result):
@@ -137,11 +141,11 @@ def call_plain(function: Function, *args: Any) -> Any:
 
 
 def decision_of(function: Function, *args: Any) -> bool:
-    """The result of a function as a bool. Raises UserCodeError for a result that is neither true nor false, such as an
-    array with two elements."""
+    """Calls a function in this thread, and returns its result as a bool. Raises UserCodeError for a result that is
+    neither true nor false, such as an array with two elements."""
     result = call_plain(function, *args)
     try:
-        return bool(call_here(bool, result))
+        return bool(call_here(bool, result))  # `bool` may call a method of the user, so it needs a guard
     except Exception as error:
         how = f"returned {shown(result)}, which is neither true nor false: {in_words(error)}"
         raise UserCodeError(name_of(function), how, where(function)) from error
@@ -165,17 +169,18 @@ async def awaited(function: Function, result: Awaitable[T]) -> T:
 async def entered(hook: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
     """Enters and leaves an async context manager of the user, as `async with` does, with a guard around both steps.
     Yields the value of `__aenter__`."""
-    kind = type(hook)  # `async with` finds both methods in the class, too
-    inside = await awaited(kind.__aenter__, kind.__aenter__(hook))
+    hook_class = type(hook)  # both methods are looked up in the class, as `async with` does
+    value = await awaited(hook_class.__aenter__, hook_class.__aenter__(hook))
     try:
-        yield inside
+        yield value
     except BaseException as error:
-        leaving = kind.__aexit__(hook, type(error), error, error.__traceback__)
-        is_suppressed = await awaited(kind.__aexit__, leaving)  # as in `async with`, a true value ends the error
+        leaving = hook_class.__aexit__(hook, type(error), error, error.__traceback__)
+        is_suppressed = await awaited(hook_class.__aexit__, leaving)
         if not is_suppressed:
             raise
     else:
-        await awaited(kind.__aexit__, kind.__aexit__(hook, None, None, None))
+        leaving = hook_class.__aexit__(hook, None, None, None)
+        await awaited(hook_class.__aexit__, leaving)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -189,27 +194,28 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     try:
         return event_loop.run(main)
     except (SystemExit, KeyboardInterrupt) as error:
-        # A guard turns these errors of users' code into UserCodeError. So this one is Ctrl-C, or a callback raised it.
-        is_ctrl_c = isinstance(error, KeyboardInterrupt) and not _is_raised_by_a_line(error)
+        # If guarded users' code raises such an error, it becomes a UserCodeError. So this error comes from Ctrl-C or
+        # from a callback.
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and not _is_from_raise_statement(error)
         if is_ctrl_c:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         users_frames = []  # the frames of the callback
         for frame in frames:
-            if not _is_pythons(frame.filename) and not _is_ours(frame.filename):
+            if not _is_of_loop_or_no_file(frame.filename) and not _is_ours(frame.filename):
                 users_frames.append(frame)
         place = own_line(users_frames) if users_frames else ""
         raise UserCodeError("a callback of the event loop", f"raised {in_words(error)}", place) from error
 
 
 def name_of(function: Function) -> str:
-    """The name of a function. For an object that can be called but has no name: the name of its class."""
+    """The name of a function. For a callable object without a name: the name of its class."""
     return getattr(function, "__name__", type(function).__name__)
 
 
 def in_words(error: BaseException) -> str:
     """The type and the message of an error. For a group of errors: type and message of the first error in the group.
-    For a UserCodeError: its description of the failure, without function and line."""
+    For a UserCodeError: the failure that it describes, without function and line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, UserCodeError):
@@ -227,7 +233,8 @@ def shown(value: Any, most: int = 200) -> str:
 
 
 def _message_of(error: BaseException) -> str:
-    """The message of an error. The class of the error may be the user's, so that making the message may fail."""
+    """The message of an error. The class of the error may be the user's, so making the message may fail. In this case,
+    returns a text that says so."""
     try:
         return str(call_here(str, error))
     except Exception as other:
@@ -250,10 +257,11 @@ def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of users' code in the traceback of an error, after the last frame of this file. Empty: the traceback
     has no such frame."""
     frames = list(traceback.extract_tb(error.__traceback__))
-    own_indices = [index for index, frame in enumerate(frames) if frame.filename == __file__]
-    if not own_indices:
+    indices_of_this_file = [index for index, frame in enumerate(frames) if frame.filename == __file__]
+    if not indices_of_this_file:
         return []
-    return [frame for frame in frames[own_indices[-1] :] if not _is_ours(frame.filename)]
+    later_frames = frames[indices_of_this_file[-1] + 1 :]
+    return [frame for frame in later_frames if not _is_ours(frame.filename)]
 
 
 def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -271,32 +279,35 @@ def _is_ours(filename: str) -> bool:
     return PACKAGE in Path(filename).parents
 
 
-def _is_pythons(filename: str) -> bool:
-    """True for a file of an event loop, and for a name that is no file: built-in modules have such a name."""
+def _is_of_loop_or_no_file(filename: str) -> bool:
+    """True if the code of an event loop may be in this file, or if there is no such file, as for built-in modules."""
     path = Path(filename)
     loop_folders = {Path(asyncio.__file__).parent, Path(event_loop.__file__).parent}
     return path.parent in loop_folders or not path.is_file()
 
 
 def _code_of(function: Function) -> CodeType | None:
-    """The code of a function, without its decorators and bound arguments; None: it has no Python code."""
+    """The code of a function, without its decorators and bound arguments; None: the function has no Python code."""
     plain: Any = inspect.unwrap(function)
     while isinstance(plain, partial):
         plain = plain.func
     if not hasattr(plain, "__code__"):
-        plain = type(plain).__call__  # an object that can be called
+        plain = type(plain).__call__  # a callable object
     return getattr(plain, "__code__", None)
 
 
 def _begin(function: Function, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """The result of a guarded call; for an async function, a coroutine. An iterator, such as a generator, would run
-    users' code later, without a guard. Therefore its values are returned as a list."""
+    """Calls `function` under a guard, and returns its result. The result of an async function is a coroutine.
+
+    If the result is an iterator, such as a generator, the list of its values is returned instead. The iterator itself
+    would run users' code later, without a guard.
+    """
     with _Guard(function):
         return at_once(function(*args, **options))
 
 
 async def _resolved(function: Function, result: Any) -> Any:
-    """The result of a call. If the function has returned something to await: its value."""
+    """The value of the result of a call: awaits the result if it is awaitable, and otherwise returns it unchanged."""
     if inspect.isawaitable(result):
         return await awaited(function, result)
     return result
@@ -306,12 +317,13 @@ async def _resolved(function: Function, result: Any) -> Any:
 
 
 class _Guard:
-    """Surrounds users' code. An exception that would end the process becomes a UserCodeError."""
+    """A context around users' code. It turns an exception that would end the process or a task of this package into a
+    UserCodeError."""
 
     def __init__(self, function: Function, *, of_a_task: bool = False) -> None:
-        """`of_a_task`: True if the guard surrounds a step of a task that users' code has started. In such a task a
-        CancelledError is raised unchanged, because it ends only this task. For example, aiohttp's server ends its tasks
-        by cancelling the futures that they wait for."""
+        """`of_a_task`: True if the guard surrounds a step of a task that users' code has started. Such a guard raises a
+        CancelledError unchanged, because the error ends only this task. For example, aiohttp's server ends its tasks by
+        cancelling the futures for which the tasks wait."""
         self._function = function
         self._of_a_task = of_a_task
 
@@ -319,9 +331,12 @@ class _Guard:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Raises UserCodeError in the place of an exception that would end the process or a task of ours. An ordinary
-        Exception is the failure of one call, and is raised unchanged."""
-        if error is None or isinstance(error, Exception) or _passes(error):
+        """Raises UserCodeError in the place of an exception that would end the process or a task of this package. An
+        ordinary Exception is the failure of one call, and is raised unchanged."""
+        # After a `return` of this method, Python raises the error unchanged, if there is one.
+        if error is None or isinstance(error, Exception):
+            return
+        if not _is_from_users_code(error):
             return
         if self._of_a_task and isinstance(error, asyncio.CancelledError):
             return
@@ -330,51 +345,54 @@ class _Guard:
         raise failure.with_traceback(trace) from error
 
 
-def _passes(error: BaseException) -> bool:
-    """True if Python or this program raised the error while users' code ran. False: users' code raised it."""
+def _is_from_users_code(error: BaseException) -> bool:
+    """True if users' code raised the error. False: Python or this program raised it while users' code ran."""
     if isinstance(error, asyncio.CancelledError):
-        return _is_cancelled()  # otherwise nobody cancelled the call, so users' code raised the error
+        return not _is_cancelled()
     if isinstance(error, KeyboardInterrupt | GeneratorExit) and threading.current_thread() is threading.main_thread():
         # In the main thread, Python raises KeyboardInterrupt for Ctrl-C, and GeneratorExit when a coroutine is closed.
         # Then the traceback does not end at a `raise` statement. Users' code can raise these errors only by such a
         # statement.
-        return not _is_raised_by_a_line(error)
-    return False
+        return _is_from_raise_statement(error)
+    return True
 
 
 def _is_cancelled() -> bool:
-    """True if the current task was cancelled. Also true in a callback of the event loop, which runs outside of a task:
-    there nobody can tell."""
+    """True if the current task was cancelled. Also True in a callback of the event loop, because callbacks run outside
+    of a task, where nobody can tell."""
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # a thread without an event loop, which nobody can cancel
+    except RuntimeError:  # this thread has no event loop, so nobody can cancel what it does
         return False
     return task is None or task.cancelling() > 0
 
 
-def _is_raised_by_a_line(error: BaseException) -> bool:
+def _is_from_raise_statement(error: BaseException) -> bool:
     """True if a `raise` statement raised the error."""
     trace = error.__traceback__
     if trace is None:
         return False
-    while trace.tb_next is not None:  # to the frame that raised the error
+    while trace.tb_next is not None:  # go to the frame that raised the error
         trace = trace.tb_next
-    # RAISE_VARARGS is the instruction of a `raise` statement. `tb_lasti` is the index of the instruction that ran last.
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    instructions = trace.tb_frame.f_code.co_code
+    last_instruction = instructions[trace.tb_lasti]  # the one that ran last, and so raised the error
+    return dis.opname[last_instruction] == "RAISE_VARARGS"  # the name of the instruction of a `raise` statement
 
 
 def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """A new task. The event loop calls this function for every task. A task that users' code starts gets a guard,
+    """Makes a new task. The event loop calls this function for every task. A task that users' code starts gets a guard,
     because a SystemExit in the task would end the event loop."""
-    function = _calling.get()
+    function = _calling.get()  # the user's function that starts the task; None: this package starts it
     if function is not None:
         coroutine = _GuardedCoroutine(function, coroutine)
     return asyncio.Task(coroutine, loop=loop, **options)
 
 
 class _GuardedCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine with a guard around each of its steps. asyncio.Task calls `send` for a step, and `throw` for a step
-    that begins with an exception."""
+    """A coroutine that runs each step of another coroutine, `inner`, under a guard.
+
+    asyncio.Task calls `send` for a step, and `throw` for a step that begins with an exception.
+    """
 
     def __init__(self, function: Function, inner: Any) -> None:
         self._function = function
@@ -398,16 +416,19 @@ class _GuardedCoroutine(Coroutine[Any, Any, Any]):
 # ------------------------------------------------------------------------------------------------ threads and signals
 
 
-async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
-    """The results of several calls of a function without async. The calls run in a thread, or in a process of their own
-    if the function has asked for a signal. Raises the errors of the function, and UserCodeError."""
-    _, process = _processes.get(id(function), (None, None))
+async def _call_outside_of_loop(function: Function, calls: Sequence[Call]) -> list[Any]:
+    """Calls a function without async several times, and returns the results.
+
+    The calls run in a thread, or in a process of their own if the function has asked for a signal. Raises the errors of
+    the function, and UserCodeError.
+    """
+    _, process = _processes.get(id(function), (None, None))  # None: the function runs in threads
     if process is None:
         results, requests = await _in_thread(function, calls)
         if not requests:
             return list(results)
-        # Each request for a signal was refused, so these results may be wrong. The process makes all calls again.
-        process = _move(function, requests)
+        # Each request for a signal was refused, so these results may be wrong. The process repeats all calls.
+        process = _move_to_process(function, requests)
     try:
         return await process.call_each(calls)
     except NotImportableError as error:
@@ -417,18 +438,19 @@ async def _call_plain(function: Function, calls: Sequence[Call]) -> list[Any]:
         )
         raise UserCodeError(name_of(function), how, where(function)) from None
     except FunctionFailedError as error:
-        kind = UserCodeValueError if error.is_value_error else UserCodeError
-        raise kind(name_of(function), str(error), error.place or where(function)) from None
+        error_class = UserCodeValueError if error.is_value_error else UserCodeError
+        place = error.place or where(function)
+        raise error_class(name_of(function), str(error), place) from None
 
 
 class _Thread:
-    """Calls of a function in a thread. The thread may still run when nobody waits for the results any more."""
+    """A thread that calls a function several times. It may still run when nobody waits for the results any more."""
 
     def __init__(self, function: Function, calls: Sequence[Call]) -> None:
         self._function = function
         self._calls = calls
         self._has_ended = False
-        """True once all calls have returned."""
+        """True once the calls have ended, with or without an error."""
 
     def run(self) -> tuple[list[Any], SignalRequests]:
         """Makes the calls, in the new thread. Returns their results, and the requests for signals."""
@@ -436,24 +458,24 @@ class _Thread:
         try:
             return _call_in_thread(self._function, self._calls)
         finally:
-            self._end()
+            self._note_end()
 
-    def _end(self) -> None:
-        """Notes that the thread ends, and is no abandoned thread any more."""
+    def _note_end(self) -> None:
+        """Notes that the thread ends, so that it no longer counts as an abandoned thread."""
         key = id(self._function)
-        with _left_lock:
-            self._has_ended = True  # from now on, `leave` does nothing
-            others = _left.get(key, set())  # the abandoned threads of the function; this thread may be one of them
-            others.discard(self)
-            if not others:
-                _left.pop(key, None)
+        with _abandoned_lock:
+            self._has_ended = True  # from now on, `abandon` does nothing
+            threads = _abandoned.get(key, set())  # this thread may be one of them
+            threads.discard(self)
+            if not threads:
+                _abandoned.pop(key, None)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Notes and logs that nobody waits for the thread any more. Does nothing if the thread has ended."""
-        with _left_lock:
+        with _abandoned_lock:
             if self._has_ended:
                 return
-            threads = _left.setdefault(id(self._function), set())
+            threads = _abandoned.setdefault(id(self._function), set())
             threads.add(self)
             count = len(threads)
         logger.warning(
@@ -467,16 +489,16 @@ class _Thread:
 
 def threads_left() -> int:
     """The number of abandoned threads of all functions: they still run, but nobody waits for them any more."""
-    with _left_lock:
-        return sum(len(threads) for threads in _left.values())
+    with _abandoned_lock:
+        return sum(len(threads) for threads in _abandoned.values())
 
 
 async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """Makes the calls in a new thread. Returns their results, and the requests for signals: if there are requests, the
+    """Makes the calls in a new thread. Returns their results and the requests for signals. If there are requests, the
     results must not be used. Raises the errors of the function, and UserCodeError if the function has too many
     abandoned threads."""
-    with _left_lock:
-        count = len(_left.get(id(function), ()))
+    with _abandoned_lock:
+        count = len(_abandoned.get(id(function), ()))
     if count >= MOST_LEFT:
         how = f"has {count} threads that do not end, so no further one is started: give its requests a timeout"
         raise UserCodeError(name_of(function), how, where(function))
@@ -485,35 +507,40 @@ async def _in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[An
         result: tuple[list[Any], SignalRequests] = await in_daemon_thread(thread.run)
         return result
     except asyncio.CancelledError:  # a thread cannot be ended from outside, so it goes on without a caller
-        thread.leave()
+        thread.abandon()
         raise
 
 
 def _call_in_thread(function: Function, calls: Sequence[Call]) -> tuple[list[Any], SignalRequests]:
-    """The results of the calls, and the requests for signals. If there are requests, the results must not be used: they
-    may be wrong, and some are missing. Raises the errors of the function if there are no requests."""
+    """Makes the calls in this thread. Returns their results and the requests for signals.
+
+    If there are requests, the results must not be used, because they may be wrong and some may be missing. If there are
+    no requests, raises the errors of the function.
+    """
     results: list[Any] = []
     with signal_requests() as requests:
         try:
             for args, options in calls:
                 results.append(_begin(function, args, options))
-                if requests:  # all calls are made again in a process
+                if requests:  # a process repeats all calls, so the rest need not be made here
                     break
-        except Exception:  # with requests, the reason is probably that a request was refused
-            if not requests:
+        except Exception:
+            if not requests:  # if there are requests, the function has probably failed because one was refused
                 raise
     return results, requests
 
 
-def _move(function: Function, requests: SignalRequests) -> SignalProcess:
-    """The process that calls this function from now on. `requests`: the calls with which the function asked for
-    signals."""
+def _move_to_process(function: Function, requests: SignalRequests) -> SignalProcess:
+    """Makes and returns the process that calls this function from now on. `requests`: the calls with which the function
+    asked for signals."""
     with _processes_lock:
-        # Calls of the function that run at the same time all come here. The first one makes the process.
+        # Calls of the function that run at the same time all come here. The first one makes the process, and the others
+        # use it.
         if id(function) in _processes:
             _, process = _processes[id(function)]
             return process
-        process = SignalProcess(function, ", ".join(dict.fromkeys(requests)))  # names each request once
+        distinct_requests = dict.fromkeys(requests)
+        process = SignalProcess(function, ", ".join(distinct_requests))
         _processes[id(function)] = function, process
     logger.warning(
         "function %r asks for a signal (%s), which Python gives to the main thread of a process alone: it runs in a "
@@ -534,7 +561,7 @@ class LoopWatch:
 
     def __init__(self, seconds: float = STOOD_STILL) -> None:
         """`seconds`: the time for which the loop is blocked before the warning is logged."""
-        self._look = seconds / _LOOKS
+        self._look_seconds = seconds / _LOOKS
         """Seconds between two looks at the loop."""
         self._seconds = seconds
         self._ended = threading.Event()
@@ -553,22 +580,27 @@ class LoopWatch:
 
     def _watch(self) -> None:
         """Watches the loop, in a thread of its own, until the context is left."""
-        while not self._ended.wait(self._look):
-            turned = threading.Event()  # set when the loop has run its callbacks once
+        while not self._ended.wait(self._look_seconds):
+            has_turned = threading.Event()  # set when the loop has run its callbacks once
             try:
-                self._loop.call_soon_threadsafe(turned.set)  # a loop that is not blocked sets the event soon
+                self._loop.call_soon_threadsafe(has_turned.set)  # a loop that is not blocked sets the event soon
             except RuntimeError:  # the loop is closed
                 return
-            # Looks are counted, and not seconds: if the machine sleeps or is busy, this thread is held up too, and then
-            # looks less often. The loop below goes on after the warning, so that one blockade is logged once.
-            for look in range(1, sys.maxsize):
-                if turned.wait(self._look) or self._ended.is_set():
-                    break
-                if look == _LOOKS:  # the loop was blocked for all of these looks
-                    self._say()
+            # Count the looks that find the loop blocked. Seconds are no measure: if the machine sleeps or is busy, this
+            # thread is delayed like the loop, but then it also looks less often. The counting goes on after the
+            # warning, until the loop turns, so that one warning is logged for each time that the loop is blocked.
+            looks = 0
+            while not has_turned.wait(self._look_seconds) and not self._ended.is_set():
+                looks += 1
+                if looks == _LOOKS:
+                    self._log_where_blocked()
 
-    def _say(self) -> None:
-        """Logs where the loop stands still: in the function that this file called last in the thread of the loop."""
+    def _log_where_blocked(self) -> None:
+        """Logs the place at which the loop is blocked.
+
+        The place is in the function that this file called last in the thread of the loop. If this file has called no
+        function there, the place is the innermost frame of the thread.
+        """
         frame = sys._current_frames().get(self._thread)
         frames: list[traceback.FrameSummary] = []
         if frame is not None:

@@ -1,8 +1,8 @@
 """Results: checks the numbers and names that users' code returns: rewards, metrics and priorities.
 
-A metric becomes a column of its group. The name of the metric is sent to the server, and its numbers are stored in
-float32. A result is checked as soon as users' code returns it. Otherwise a bad number would be found only when the
-whole group is made.
+A metric becomes a column of its group. The name of the metric is sent to the server, and the numbers of the metric are
+stored in float32. A result is checked as soon as users' code returns it. Otherwise a bad number would be found only
+when the whole group is made.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from replay_generator.user_code import calls as user_code
 MOST_METRICS = 256
 """The most metrics of one rollout. A group has room for about a thousand columns, and other values need columns too."""
 MOST_NAME = 200
-"""The most bytes in UTF-8 of the name of a metric, of a reward function, and of a turn's role. The names of metrics and
-functions become names of columns, with a prefix before them. The name of a column may have 256 bytes."""
+"""The most bytes in UTF-8 of a name: the name of a metric, the name of a reward function, or the role of a turn. The
+names of metrics and functions get a prefix and become names of columns, and the name of a column may have 256 bytes."""
 LARGEST = float(np.finfo(np.float32).max)
 """The largest number of float32."""
 
 
 def number_of(value: Any) -> float:
-    """A number of Python or NumPy, or a tensor with one element, as a float. Raises ValueError for any other value.
+    """Converts a number of Python or NumPy, or a tensor with one element, to a float. Raises ValueError for any other
+    value.
 
-    The message begins with the value: the caller puts the words before it, such as "returned".
+    The message begins with the value: the caller puts words such as "returned" before it.
     """
     # "biufc" are the kinds of NumPy's numbers: bool, int, unsigned int, float and complex. A number of Python and a
-    # tensor have no kind: "f" lets them pass this check.
-    kind = getattr(getattr(value, "dtype", None), "kind", "f")
-    # Arrays and tensors of one element have a method `item`.
+    # tensor have no kind. They get the kind "f", so that they pass the check of the kind.
+    dtype = getattr(value, "dtype", None)
+    kind = getattr(dtype, "kind", "f")
+    # A number of NumPy and a tensor have a method `item`.
     may_be_number = isinstance(value, numbers.Number) or hasattr(value, "item")
     if kind not in "biufc" or not may_be_number:
         raise ValueError(f"{user_code.shown(value)}, which is no number")
@@ -47,7 +49,7 @@ def number_of(value: Any) -> float:
 
 
 def number_or_nan(value: Any) -> float:
-    """The result of `number_of`, or NaN if the value is no number."""
+    """Converts the value as `number_of` does. Returns NaN if the value is no number."""
     try:
         return number_of(value)
     except ValueError:
@@ -55,9 +57,10 @@ def number_or_nan(value: Any) -> float:
 
 
 def bounded(value: Any, largest: float = LARGEST) -> float:
-    """The value as a number from -largest to largest.
+    """Converts the value to a float from -largest to largest.
 
-    Raises ValueError for any other value. The message has no subject: the caller puts the name of the value before it.
+    Raises ValueError if that is impossible. The message has no subject: the caller puts the name of the value before
+    it.
     """
     number = number_or_nan(value)
     is_bounded = abs(number) <= largest  # False for NaN
@@ -67,28 +70,29 @@ def bounded(value: Any, largest: float = LARGEST) -> float:
 
 
 def check_name(name: Any, what: str) -> None:
-    """Raises ValueError for a name that cannot be part of the name of a column. `what`: a description of the name, for
-    the message."""
+    """Raises ValueError if the name cannot be part of the name of a column. `what`: a description of the name, for the
+    message, such as "the name of a metric"."""
     if not isinstance(name, str):
         raise ValueError(f"{what} must be a text, not {user_code.shown(name, 80)}")
-    if not name.isprintable():  # half of a surrogate pair is not printable either, so `encode` below cannot fail
+    # `isprintable` is False for a lone half of a surrogate pair, too. So `encode` below cannot fail.
+    if not name.isprintable():
         raise ValueError(f"{what} must have printable characters only, not {name!a:.80}")
     size = len(name.encode())
     if not 0 < size <= MOST_NAME:
         raise ValueError(f"{what} must have 1 to {MOST_NAME} bytes, and {name!r:.80} has {size}")
-    if name.endswith(OFFSETS):  # the names of offsets of ragged columns end so
+    if name.endswith(OFFSETS):  # the suffix of columns that hold the offsets of ragged columns
         raise ValueError(f"{what} must not end with {OFFSETS!r}, as {name!r:.80} does")
 
 
 def numbers_of(reward: Any, metrics: Any) -> tuple[float | None, dict[str, float]]:
-    """The reward as a float (None: there is no reward), and the metrics as floats, by name. A metric that is None is
-    left out.
+    """Converts the reward and the metrics to floats. Returns the reward, and the metrics by name.
 
-    Raises ValueError for a reward or metrics that no group can hold.
+    A reward that is None stays None. A metric that is None is left out. Raises ValueError for a reward or metrics that
+    no group can hold.
     """
     if reward is not None:
         try:
-            reward = bounded(reward, MAX_VALUE)  # the largest reward that a group can hold
+            reward = bounded(reward, largest=MAX_VALUE)  # MAX_VALUE: the largest reward that a group can hold
         except ValueError as error:
             raise ValueError(f"the reward {error}") from None
     if not isinstance(metrics, Mapping):
@@ -108,15 +112,16 @@ def numbers_of(reward: Any, metrics: Any) -> tuple[float | None, dict[str, float
 
 
 def utf8(text: str) -> str:
-    """The text with each half of a surrogate pair written as an escape, so that the text can be sent and stored."""
+    """Replaces each lone half of a surrogate pair in the text by an escape such as `\\ud800`. The text can then be sent
+    and stored in UTF-8, which cannot hold such a half."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def encode_info(info: Mapping[str, Any]) -> bytes:
-    """The bytes of the `info` of a rollout. Raises ValueError for an `info` that msgpack cannot hold."""
+    """Encodes the `info` of a rollout with msgpack. Raises ValueError for an `info` that msgpack cannot hold."""
     plain = info
     if isinstance(info, Mapping):
-        plain = dict(info)  # of all mappings, msgpack knows only dict
+        plain = dict(info)  # dict is the only mapping that msgpack can encode
     try:
         packed: bytes = msgpack.packb(plain)
         return packed

@@ -3,16 +3,17 @@
     a function asks for a signal in a thread ──▶ `signal_requests` notes this ──▶ SignalProcess calls the function
 
 Only the main thread of a process can handle signals. Many graders, such as math-verify, set an alarm to end comparisons
-that would take for ever. In any other thread, setting an alarm raises ValueError, and many graders then report a wrong
-answer. Therefore this module notes that a function asks for a signal, whatever the function does with the error.
+that would take for ever. In any other thread, setting an alarm raises ValueError. Many graders catch this error and
+report that the answer is wrong. Therefore this module notes each request for a signal, even if the function catches the
+error.
 
 For this purpose the module replaces functions of `signal` when it is imported. Modules that are imported later, and say
-`from signal import alarm`, get the replaced functions too. Outside of `signal_requests` the replaced functions do what
-Python's own functions do.
+`from signal import alarm`, get the replacements too. Outside of `signal_requests` the replacements do what Python's own
+functions do.
 
 The process of SignalProcess is a child of this process, and both communicate through a pair of sockets. The child
-imports the module of the function. The child imports the file of the program only if the function is defined in this
-file, because the file may start the work of the program when it is imported.
+imports the module of the function. The child imports the file of the program only if the function is defined in that
+file, because the import of the file may start the work of the program.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from replay_client.waits import in_daemon_thread, stop_signals
 
 SignalRequests = list[str]
 """The calls with which a function asked for signals, in order, such as "signal.signal(SIGALRM)"."""
-_CALLS = ("signal", "alarm", "setitimer", "set_wakeup_fd")
-"""The functions of `signal` that are replaced. These functions only work, or only make sense, in the main thread."""
+_REPLACED = ("signal", "alarm", "setitimer", "set_wakeup_fd")
+"""The functions of `signal` that are replaced. These functions work, or make sense, only in the main thread."""
 _REFUSAL = "signal only works in main thread of the main interpreter"
 """The message of the ValueError that Python's own functions raise in another thread."""
 _noting = threading.local()
-"""The attribute `requests` is the list to which this thread adds its requests for signals; None or missing: the
+"""Its attribute `requests` is the list to which the current thread adds its requests for signals. None or missing: the
 requests of this thread are not noted."""
 _PROGRAM = """
 import sys
@@ -66,8 +67,7 @@ parent, and imports the file of the program if the function is defined there."""
 
 
 class NotImportableError(Exception):
-    """The function, or the arguments of its call, cannot be sent to another process. The message says why, and what to
-    do."""
+    """The function, or the arguments of a call, cannot be sent to another process. The message says why."""
 
 
 class FunctionFailedError(Exception):
@@ -87,8 +87,8 @@ class FunctionFailedError(Exception):
 
 @contextmanager
 def signal_requests() -> Iterator[SignalRequests]:
-    """Notes the requests for signals that the block makes in this thread. Each request raises ValueError, as Python
-    does outside of the main thread."""
+    """Notes the requests for signals that the block makes in this thread, in the list that it yields. Each request
+    raises ValueError, as Python does outside of the main thread."""
     requests: SignalRequests = []
     _noting.requests = requests
     try:
@@ -97,27 +97,27 @@ def signal_requests() -> Iterator[SignalRequests]:
         _noting.requests = None
 
 
-def _note_requests() -> None:
-    """Replaces the functions of `signal` in _CALLS by functions that note requests, until the process ends."""
-    for name in _CALLS:
+def _replace_functions() -> None:
+    """Replaces the functions _REPLACED of `signal` by functions that note requests, until the process ends."""
+    for name in _REPLACED:
         real = getattr(_signal, name)
-        noted = _noted(name, real)
-        # `signal.signal` is a Python function that calls `_signal.signal`, so it need not be replaced. The other
+        replacement = _replacement_of(name, real)
+        # `signal.signal` is a Python function that calls `_signal.signal`, so it need not be replaced itself. The other
         # functions are the same objects in both modules.
         for module in (_signal, signal):
             if getattr(module, name) is real:
-                setattr(module, name, noted)
+                setattr(module, name, replacement)
 
 
-def _noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that replaces `real` and notes requests. `name`: the name of `real` in `signal`."""
+def _replacement_of(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function that replaces `real` and notes requests. `name`: the name of `real` in `signal`."""
 
     @functools.wraps(real)
     def request(*args: Any, **options: Any) -> Any:
-        """Calls `real`. Under `signal_requests`, notes the call and raises ValueError instead."""
+        """Calls `real`. In a block of `signal_requests`, notes the call and raises ValueError instead."""
         requests = getattr(_noting, "requests", None)
-        # If the user's function forks a child process, this thread is the main thread of the child, and may ask for
-        # signals.
+        # If the user's function forks a child process in the block, this thread becomes the main thread of the child.
+        # There it may ask for signals.
         if requests is None or threading.current_thread() is threading.main_thread():
             return real(*args, **options)
         argument = ""
@@ -137,15 +137,15 @@ def _name_of_signal(number: Any) -> str:
         return str(number)
 
 
-_note_requests()
+_replace_functions()
 
 
 # ------------------------------------------------------------------------------------------------ the function
 
 
 def portable(function: Callable[..., Any]) -> bytes:
-    """The function as bytes that another process can load: pickled, or else found by a name in a module. Raises
-    NotImportableError if neither is possible."""
+    """Pickles the function for another process. If pickle refuses the function itself, pickles a name under which a
+    module has the function. Raises NotImportableError if neither is possible."""
     try:
         return bytes(ForkingPickler.dumps(function))
     except Exception as error:  # pickling a user's object may raise anything
@@ -159,8 +159,8 @@ def portable(function: Callable[..., Any]) -> bytes:
 
 
 class _ByName:
-    """Is pickled in the place of a value that pickle refuses, such as a lambda or a decorated function. Loading the
-    bytes gives the value of a name in a module."""
+    """A name in a module, which is pickled in the place of a function that pickle refuses, such as a lambda or a
+    decorated function. Loading the pickled bytes gives the function that has this name."""
 
     def __init__(self, module: str, name: str) -> None:
         self._place = (module, name)
@@ -176,24 +176,26 @@ def _imported(module: str, name: str) -> Any:
 
 def _place_of(function: Callable[..., Any]) -> tuple[str, str] | None:
     """The module that has the function as an attribute, and the name of this attribute; None: no module has it."""
-    # The lists are copies: other threads may import modules, or change them, during the search.
+    # `list` makes copies, because other threads may import modules, or change them, during the search.
     for module_name, module in list(sys.modules.items()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
+        attributes = getattr(module, "__dict__", {})
+        for name, value in list(attributes.items()):
             if value is function:
                 return module_name, name
     return None
 
 
 def _preparation(function: bytes) -> dict[str, Any]:
-    """The data that the child needs before it can load the function, for `prepare`. `function`: the result of
-    `portable`.
+    """The argument of `prepare` in the child, which the child needs before it can load the function. `function`: the
+    result of `portable`.
 
     Raises NotImportableError if the child would have to import a program that starts its work when it is imported.
     """
     prepared = multiprocessing.spawn.get_preparation_data("replay-signals")
     prepared.pop("authkey")  # only processes of multiprocessing need this key
-    is_in_program = b"__main__" in function  # the bytes name the module of the function
-    if not is_in_program:  # without these entries, `prepare` does not import the file of the program
+    # The bytes name the module of the function. `__main__` is the file of the program.
+    is_in_program = b"__main__" in function
+    if not is_in_program:  # without these two entries, `prepare` does not import the file of the program
         prepared.pop("init_main_from_name", None)
         prepared.pop("init_main_from_path", None)
     elif not _is_main_guarded():
@@ -205,15 +207,16 @@ def _preparation(function: bytes) -> dict[str, Any]:
 
 
 def _is_main_guarded() -> bool:
-    """True if the file of the program starts its work only under `if __name__ == "__main__":`, and not when another
-    process imports the file. Also true if there is no such file, as in an interactive session."""
+    """True if another process can import the file of the program without starting the work of the program. This is
+    assumed if the file has an `if` at its top level that tests `__name__`. Also true if there is no such file, as in an
+    interactive session."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     if path is None:
         return True
     try:
         statements = ast.parse(Path(path).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # nobody can tell, and running a program twice is the worse mistake
-        return False
+    except (OSError, SyntaxError, ValueError):
+        return False  # nobody can tell, and to run a program twice would be worse than to refuse the function
     tests = [statement.test for statement in statements if isinstance(statement, ast.If)]
     return any("__name__" in ast.unparse(test) for test in tests)
 
@@ -222,7 +225,7 @@ def _is_main_guarded() -> bool:
 
 
 class SignalProcess:
-    """Calls one function in the main thread of a process, one call after the other. The process starts with the first
+    """A process that calls one function in its main thread, one call after the other. The process starts with the first
     call."""
 
     def __init__(self, function: Callable[..., Any], requests: str) -> None:
@@ -230,28 +233,30 @@ class SignalProcess:
         self.requests = requests
         self._function = function
         self._turn = threading.Lock()
-        """Held by the thread of the caller whose calls the process makes now. Other callers wait for this lock."""
+        """Held while the process makes the calls of one caller. Other callers wait for this lock."""
         self._process: subprocess.Popen[bytes] | None = None
         """The process that was started last; None: no process was started yet."""
         self._connection: Connection | None = None
         """The connection to a process that has loaded the function; None: there is no such process."""
         self._caller: object = None
-        """The event `caller_is_done` of the caller whose calls the process makes now; None: the process waits."""
+        """Identifies the caller whose calls the process makes now, by its `caller_is_done` in `call_each`. None: the
+        process makes no calls."""
         atexit.register(self.end)
 
     async def call_each(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
-        """The results of these calls. Raises NotImportableError and FunctionFailedError.
+        """Makes these calls in the process, and returns their results. Raises NotImportableError and
+        FunctionFailedError.
 
-        If the caller is cancelled while the process makes its calls, the process is killed, because the function may
-        hang. The next call starts another process.
+        If the caller is cancelled while the process makes the caller's calls, the process is killed, because the
+        function may hang. The next call starts another process.
         """
         caller_is_done = threading.Event()  # set when the caller has its results, or gives up
         try:
             results: list[Any] = await in_daemon_thread(functools.partial(self._ask, calls, caller_is_done))
         finally:
             caller_is_done.set()
-            # After results or an error, `_ask` has set `_caller` to None, or the process serves another caller already.
-            # Otherwise this caller was cancelled while the process makes its calls.
+            # If `_ask` has ended, it has set `_caller` to None, and maybe the process already serves another caller. So
+            # if `_caller` is still this caller, it was cancelled while the process makes its calls.
             if self._caller is caller_is_done:
                 self.end()
         return results
@@ -263,17 +268,17 @@ class SignalProcess:
             self._process.wait()
 
     def _ask(self, calls: Sequence[Any], caller_is_done: threading.Event) -> list[Any]:
-        """The results of these calls, when the process is free. Runs in a thread of the caller's own. Raises
-        NotImportableError and FunctionFailedError."""
+        """Waits until the process is free, lets it make these calls, and returns their results. Each caller has a
+        thread of its own, in which this method runs. Raises NotImportableError and FunctionFailedError."""
         with self._turn:
-            if caller_is_done.is_set():  # the caller was cancelled while it waited, so nobody reads the results
+            if caller_is_done.is_set():  # the caller was cancelled while it waited, so nobody needs the results
                 return []
             self._caller = caller_is_done
             try:
                 answer = self._answered(self._packed(calls))
             finally:
                 self._caller = None
-        kind, *values = answer  # as `_called` returns it, in the process
+        kind, *values = answer  # what `_called` returned in the process
         if kind == "raised":
             message, place, is_value_error = values
             raise FunctionFailedError(message, place, is_value_error=is_value_error)
@@ -281,36 +286,42 @@ class SignalProcess:
         return results
 
     def _answered(self, calls: bytes) -> Any:
-        """The answer of the process to these calls. `calls`: the result of `_packed`.
+        """Sends the calls to the process, and returns its answer. `calls`: the result of `_packed`.
 
         A scheduler that stops a program may send its signal to the child processes too. The program still waits for
-        this answer before it ends. Therefore, if such a signal has ended the process, another process makes the calls
-        again.
+        this answer before it ends. Therefore, if such a signal has ended the process, another process repeats the
+        calls.
         """
         try:
             return self._answer_to(self._connected(), calls)
         except FunctionFailedError:
             process = self._process
+            if process is None or process.returncode is None:
+                raise
             # The return code of a process that a signal ended is the number of the signal, with a minus sign.
-            if process is None or process.returncode is None or -process.returncode not in stop_signals():
+            signal_number = -process.returncode
+            if signal_number not in stop_signals():
                 raise
         return self._answer_to(self._connected(), calls)
 
     def _connected(self) -> Connection:
-        """The connection to the process, which is started if it does not run. Raises NotImportableError if the function
-        cannot be sent to a process, or if the process cannot load it. Raises FunctionFailedError if the process ends
-        meanwhile."""
-        if self._connection is not None and self._process is not None and self._process.poll() is None:  # it runs
+        """Returns the connection to the process, and starts the process first if it does not run. Raises
+        NotImportableError if the function cannot be sent to a process, or if the process cannot load the function.
+        Raises FunctionFailedError if the new process ends before it has loaded the function."""
+        # `poll` returns None while the process runs.
+        if self._connection is not None and self._process is not None and self._process.poll() is None:
             return self._connection
         function = portable(self._function)
         prepared = _preparation(function)
         parent_socket, child_socket = socket.socketpair()
-        with child_socket:  # closed here once the child has its copy, so that the end of the child ends the connection
-            number = child_socket.fileno()
-            command = [sys.executable, "-c", _PROGRAM, str(number)]
+        # `with` closes the child's socket in this process once the child has its copy. So the copy of the child is the
+        # only one, and the connection ends when the child ends.
+        with child_socket:
+            child_fd = child_socket.fileno()
+            command = [sys.executable, "-c", _PROGRAM, str(child_fd)]
             self._process = subprocess.Popen(
                 command,
-                pass_fds=[number],
+                pass_fds=[child_fd],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C must not end the child, because the parent still waits for answers
             )
@@ -324,7 +335,7 @@ class SignalProcess:
         return connection
 
     def _packed(self, calls: Sequence[Any]) -> bytes:
-        """The calls as bytes for the process. Raises NotImportableError if pickle refuses their arguments."""
+        """Pickles the calls for the process. Raises NotImportableError if pickle refuses their arguments."""
         try:
             return bytes(ForkingPickler.dumps(list(calls)))
         except Exception as error:
@@ -333,8 +344,8 @@ class SignalProcess:
             ) from error
 
     def _answer_to(self, connection: Connection, question: bytes) -> Any:
-        """The answer of the process to one message. Raises FunctionFailedError if the process ended, or if its answer
-        cannot be loaded here."""
+        """Sends one message to the process, and returns its answer. Raises FunctionFailedError if the process ended, or
+        if its answer cannot be loaded here."""
         try:
             connection.send_bytes(question)
             return connection.recv()
@@ -351,7 +362,8 @@ class SignalProcess:
 
 
 def serve(connection: Connection) -> None:
-    """The work of the process: receives the function, and calls the function in this thread until the parent has ended.
+    """Does the work of the process: receives the function, and makes the calls that the parent sends, in this thread,
+    until the parent has ended.
 
     Sends one answer to each message of the parent. The answer to the first message, the function, is None, or the
     reason why the function cannot be loaded. The answer to each further message is the result of `_called`.
@@ -375,8 +387,10 @@ def serve(connection: Connection) -> None:
 
 
 def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
-    """Puts the messages of the parent into a queue, in a thread of its own. Ends the whole process when the parent has
-    ended, even while the function hangs."""
+    """Puts the messages of the parent into a queue. Ends the whole process when the parent has ended.
+
+    Runs in a thread of its own, so that the process ends even if the function hangs in the main thread.
+    """
     while True:
         try:
             questions.put(connection.recv_bytes())
@@ -385,7 +399,7 @@ def _read(connection: Connection, questions: queue.SimpleQueue[bytes]) -> None:
 
 
 def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
-    """The answer to a message with calls: "returned" and the results, or the result of `_raised`."""
+    """Makes the calls of a message, and returns the answer: "returned" and the results, or the result of `_raised`."""
     try:
         # The arguments are loaded in this main thread: loading may import a module, which may ask for signals.
         calls = ForkingPickler.loads(question)
@@ -395,14 +409,15 @@ def _called(function: Callable[..., Any], question: bytes) -> tuple[Any, ...]:
 
 
 def at_once(result: Any) -> Any:
-    """The result of a call. If the result is an iterator, for example a generator: the list of its values."""
+    """Returns the list of the values if the result of a call is an iterator, for example a generator. Returns any other
+    result unchanged."""
     if isinstance(result, Iterator) and not isinstance(result, Awaitable):
         return list(result)
     return result
 
 
 def _raised(error: BaseException) -> tuple[Any, ...]:
-    """The answer after a call that failed: "raised", the message, the user's line, and True if the error is a
+    """The answer after a call that failed: "raised", the message, the line of users' code, and True if the error is a
     ValueError."""
     message = f"raised {type(error).__name__}: {error}"
     return "raised", message, _line_of(error), isinstance(error, ValueError)

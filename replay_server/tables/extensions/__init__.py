@@ -15,25 +15,28 @@ from replay_server.tables.extensions.permit_tables import PermitTables
 def configured(
     tables: Sequence[TableConfig], clock: Callable[[], float], admission: AdmissionConfig | None = None
 ) -> list[Extension]:
-    """The extensions that a configuration needs, in the order that `table.py` states.
+    """The extensions that a configuration needs, in the order that the docstring of `table.py` explains.
 
-    Raises ValueError if it is not clear which table [admission] is about.
+    `clock` is the server's clock. Raises ValueError if it is not clear which table [admission] is about.
     """
     extensions: list[Extension] = []
     if any(table.copy_to for table in tables):
         extensions.append(Copying())
-    permits: dict[str, set[int]] = {}  # the history reads it, and admission fills it below
+    # Name of the admitted table -> the keys of its groups with permits. The entry is added below, when the admission
+    # exists. The history keeps this dict, and reads it later.
+    keys_with_permits: dict[str, set[int]] = {}
     most_states = max((table.retain_consumed for table in tables), default=0)
-    history = History(most_states, permits)
+    history = History(most_states, keys_with_permits)
     extensions.append(history)
     if admission is not None:
         partial_groups: Collection[int] = ()
         if admission.permit_tables:
             permit_tables = PermitTables(admission.permit_tables)
-            partial_groups = permit_tables.marked  # the set itself, which `permit_tables` changes and admission reads
+            partial_groups = permit_tables.marked  # not a copy, because admission reads what `permit_tables` changes
             extensions.append(permit_tables)
-        admitting = Admission(admission, admitted_table(admission, tables), clock, partial_groups)
-        permits[admitting.table] = admitting.marked
+        admitted_name = admitted_table(admission, tables)
+        admitting = Admission(admission, admitted_name, clock, partial_groups)
+        keys_with_permits[admitted_name] = admitting.marked
         extensions.append(admitting)
     extensions.append(Forwarding(history.discard))
     return extensions

@@ -1,31 +1,35 @@
 """Admission: permits for generating groups, so that work which would be too stale is never started.
 
-Permits are granted while accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step, the rule of
-AReaL (arXiv 2505.24298). `running` counts the permits that are granted and not used, and `accepted` the groups that
-were inserted with a permit. A permit ends in one of three ways. An insert uses it: then `running` falls by 1, and
-`accepted` rises by 1. It is released, or its grant expires: then only `running` falls. A grant that has no permit left
-is forgotten. A request waits only while it asks for more permits than the capacity.
+A request for n permits is granted if
 
-An insert needs no permit, but uses one if it names a grant. Its group counts as accepted only if it enters the admitted
-table, whose groups are trained on. If it enters other tables only, its permit counts as released, because no step will
-ever use that group.
+    accepted + running + n <= (max_staleness + version + 1) * fresh_groups_per_step
 
-Partial groups hold permits too (`permit_tables.py`): `running` counts granted permits and partial groups together. If
-an insert into the admitted table closes a partial group, the new group counts as accepted. If the partial group ends in
-any other way, its permit counts as released.
+This is the rule of AReaL (arXiv 2505.24298). `running` counts the permits that are granted and not used, and `accepted`
+counts the groups that were inserted with a permit. A permit ends in one of three ways. If an insert uses the permit,
+`running` falls by 1, and `accepted` rises by 1. If the permit is released, or if its grant expires, only `running`
+falls. A grant that has no permit left is forgotten. The largest n that can be granted now is the capacity. A request
+waits while it asks for more permits than that, or while a request before it holds it up (`Admission.progress`).
 
-If there are several servers, each grants its share of fresh_groups_per_step. The share follows from the server's shard
-index, which clients send:
+An insert needs no permit, but uses one if it names a grant. Its group counts as accepted only if the group enters the
+admitted table, whose groups are trained on. If the group enters other tables only, its permit counts as released,
+because no step will ever use that group.
+
+Partial groups hold permits too (`permit_tables.py`), so `running` counts granted permits and partial groups together.
+If an insert into the admitted table closes a partial group, the new group counts as accepted. If the partial group ends
+in any other way, its permit counts as released.
+
+If there are several servers, each of them grants its share of fresh_groups_per_step. The share follows from the shard
+index of the server, which clients send to the server. A server grants n permits if
 
     accepted + running + n <= earlier + (max_staleness + 1) * share
 
-`earlier` is the sum of the shares over all finished versions. If there is one server, that is version *
+`earlier` is the sum of the shares over all finished versions. If there is one server, `earlier` is version *
 fresh_groups_per_step.
 
-A server that drains refuses groups, so a group with one of its permits moves to another server. The other server
-accepts the group, and its `earlier` rises by 1. Then the client tells the draining server, whose `earlier` and
-`running` fall by 1. All servers together grant as many permits as before. If the client dies between the two calls, the
-servers grant one permit more.
+A server that drains refuses groups, so a client takes a group with a permit of this server to another server. The other
+server accepts the group, and its `earlier` rises by 1. Then the client tells the draining server, whose `earlier` and
+`running` fall by 1. So all servers together grant as many permits as before. If the client dies between the two calls,
+the servers grant one permit too many.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ from replay_server.tables.table import InsertBatch, SampleBatch, Table
 from replay_server.tables.waiting import Line, Pending
 
 _MOST_GROUPS = 1 << 50
-"""Groups of a whole run. Sums of them remain exact as floats, and fit into the fields of ServerInfo and of the disk."""
+"""The most groups of a whole run. Sums of such numbers are exact as floats, and fit into the fields of ServerInfo and
+of the records on disk."""
 
 
 @dataclass
@@ -53,9 +58,9 @@ class Grant:
 
     id: int
     count: int
-    """Permits left."""
+    """Permits that are left: they were neither used nor released."""
     expires: float
-    """Seconds of the server's clock."""
+    """The time at which the grant ends, in seconds of the server's clock."""
     attempt: PendingPermits | None = None
     """The request that received the grant, or its last retry if the client has asked again; None after a restart."""
 
@@ -93,9 +98,10 @@ class Admission(Extension):
         clock: Callable[[], float],
         partial_groups: Collection[int] = (),
     ) -> None:
-        """`table`: the name of the table that is trained on. `partial_groups`: the keys of partial groups, as of now.
+        """`table`: the name of the admitted table, which is trained on.
 
-        `partial_groups` is read at each use, so it must be the collection that `PermitTables` changes.
+        `partial_groups`: the collection in which `PermitTables` keeps the keys of the partial groups. Admission reads
+        this collection whenever it needs the present keys.
         """
         self.config = config
         self.table = table
@@ -108,7 +114,8 @@ class Admission(Extension):
         self._shard_index: ShardIndex | None = None
         """None: no client has sent the index."""
         self._earlier = 0
-        """The sum of this server's shares over all finished versions, in groups."""
+        """The sum of this server's shares over all finished versions, in groups. It also changes when groups that were
+        granted at one server count at another one."""
         self.accepted = 0
         """Groups that were inserted with a permit."""
         self.expired = 0
@@ -129,7 +136,7 @@ class Admission(Extension):
     @property
     def capacity(self) -> int:
         """The permits that could be granted now. Below 0, more are in use than a new configuration allows."""
-        bound = min(self._earlier + self._most, 1 << 62)  # the field of ServerInfo has 64 bits
+        bound = min(self._earlier + self._full_capacity, 1 << 62)  # the field of ServerInfo has 64 bits
         return bound - self.accepted - self.running
 
     @property
@@ -139,19 +146,19 @@ class Admission(Extension):
 
     def why_no_permits(self, count: int) -> str:
         """Why `count` permits cannot be granted now: words first, then the inequality."""
-        most = self._most
-        if count <= most:
+        full = self._full_capacity
+        if count <= full:
             remedy = "the next policy version brings more"
         else:
-            remedy = f"ask for at most {most} at once"
+            remedy = f"ask for at most {full} at once"
         return (
             f"there: {max(self.capacity, 0)}, wanted: {count}; {remedy} ({self.accepted} accepted + {self.running} "
             f"running + {count} requested > {self._earlier} of earlier steps + (max_staleness "
-            f"{self.config.max_staleness} + 1) * {self._share} a step = {self._earlier + most})"
+            f"{self.config.max_staleness} + 1) * {self._share} a step = {self._earlier + full})"
         )
 
     @property
-    def _most(self) -> int:
+    def _full_capacity(self) -> int:
         """The capacity when no permit is in use and all accepted groups were used in finished steps."""
         return (self.config.max_staleness + 1) * self._share
 
@@ -166,14 +173,15 @@ class Admission(Extension):
         """
         if count < 1:
             raise invalid(f"count must be at least 1, not {count}")
-        self._shard_index = self._shard_index or shard_index
+        if self._shard_index is None:
+            self._shard_index = shard_index
         pending = PendingPermits(count, self._clock(), deadline_at, request)
-        for earlier in self.line:
-            if request and earlier.request == request:  # a retry replaces it
-                earlier.fail(try_again("the client has asked for these permits again"))
+        for waiting in self.line:
+            if request and waiting.request == request:  # this call is a retry, which takes the place of `waiting`
+                waiting.fail(try_again("the client has asked for these permits again"))
         self.line.join(pending)
         grant = self._grants.get(request)  # no grant has the id 0
-        if grant is not None:  # a retry, whose first attempt was granted
+        if grant is not None:  # this call is a retry, and an earlier attempt was granted
             grant.attempt = pending
             pending.finish(grant)
         self.progress()
@@ -182,7 +190,7 @@ class Admission(Extension):
     def release(self, grant_id: int, count: int = 0, moved: bool = False) -> int:
         """Releases `count` permits of a grant; 0: all that are left. Returns how many were released.
 
-        `moved`: another server has accepted `count` groups with permits of this server. Their grant may have expired.
+        `moved`: another server has accepted `count` groups with permits of this grant, which may have expired.
         """
         if moved:
             self.take_over(count)
@@ -192,30 +200,32 @@ class Admission(Extension):
         if count > grant.count and not moved:
             raise invalid(f"permit lease {grant_id:#x} has {counted(grant.count, 'permit')} left, not {count}")
         released = count or grant.count
-        self._use(grant, released)  # with `moved`, the grant may have fewer permits left: then it ends
+        self._end_permits(grant, released)  # with `moved`, the grant may have fewer permits left, and then ends
         self.progress()
         return released
 
     # ------------------------------------------------------------------------------------------------ what happens
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
-        """Refuses a version at which the groups of the run would be more than _MOST_GROUPS."""
+        """Refuses a version so high that the groups of the run would be more than _MOST_GROUPS."""
         most = _MOST_GROUPS // self.config.fresh_groups_per_step
         if change.version > most:
             return invalid(f"policy version {change.version}: must be from 0 to {most}")
         return None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        """Ends the permits that the insert uses, and counts its groups as accepted if they enter the admitted table.
+        """Ends the permits that the insert uses, and counts accepted groups.
 
-        The groups count even if their grant has expired in the meantime.
+        The groups of the insert are accepted if they enter the admitted table, and used permits or close a partial
+        group. They are accepted even if their grant has expired in the meantime.
         """
-        if insert.moved:  # `accepted` rises, too, so the capacity stays: another server has granted the permits
+        if insert.moved:
+            # Another server has granted the permits. `accepted` rises below, so the capacity stays as it was.
             self._earlier += len(insert)
         else:
             grant = self._grants.get(insert.permits)
             if grant is not None:
-                self._use(grant, len(insert))
+                self._end_permits(grant, len(insert))
         if self.table not in insert.priorities:
             return ()
         if insert.permits or closes(insert, self.partial_groups, self.kernel):
@@ -228,10 +238,10 @@ class Admission(Extension):
         return ()
 
     def on_item_gone(self, keys: Sequence[int]) -> None:
-        """Groups that leave before a reader has acknowledged them are not accepted any more: no step will use them.
+        """Subtracts from `accepted` the groups that leave before a reader has acknowledged them.
 
-        They were dropped as stale, evicted or deleted. If they stayed accepted, each of them would lower the capacity
-        for good, and enough of them would stop all generation.
+        No step will use these groups, because they were dropped as stale, evicted or deleted. If they stayed accepted,
+        each of them would lower the capacity for good, and enough of them would stop all generation.
         """
         unused = self.marked.intersection(keys)
         self.marked -= unused
@@ -239,38 +249,45 @@ class Admission(Extension):
         assert self.accepted >= len(self.marked), (self.accepted, len(self.marked))
 
     def on_policy(self, change: PolicyChange) -> None:
-        """The trainer has finished `change.version` updates, or goes back to that version.
+        """Counts the shares of the steps that the trainer has finished at `change.version`.
 
-        A server that starts empty in the middle of a run knows nothing of the groups that were used before. If
+        A server that starts empty in the middle of a run does not know the groups that earlier steps have used. If
         `accepted` did not count these groups, the first version would grant a permit for each of them again.
         """
-        self._shard_index = change.shard_index or self._shard_index
+        if change.shard_index is not None:
+            self._shard_index = change.shard_index
         used = change.version * self._share  # groups of this server that all steps until now have used
-        if change.rollback:  # `accepted`: the groups of finished steps, and those that no reader has acknowledged
+        if change.rollback:
+            # The accepted groups are now those of the finished steps, and those that no reader has acknowledged.
             self._earlier = used
             self.accepted = used + len(self.marked)
-        elif self._begins_at(change.version):  # the steps until now were not counted here
+        elif self._joins_later(change.version):
+            # This server has not counted the steps until now.
             self._earlier = used
             self.accepted = max(self.accepted, used + len(self.marked))
-        else:  # the share may have changed since the last version, so only the new steps count with this share
-            self._earlier += (change.version - (self._version or 0)) * self._share
+        else:
+            # The share may have changed since the last version, so only the new steps count with this share.
+            new_steps = change.version - (self._version or 0)
+            self._earlier += new_steps * self._share
         self._version = change.version
 
-    def _begins_at(self, version: int) -> bool:
-        """True if this server gets its first version, and the run began before the server did."""
+    def _joins_later(self, version: int) -> bool:
+        """True if this server gets its first version, and has joined a run that began before."""
         if self._version is not None:
             return False
         if version > 1:
             return True
-        # If permits were granted before the first version came, the run began here, and version 1 ends its first step.
-        return not (self.accepted or self.running)
+        # If permits were granted before the first version came, this server was there when the run began, and version 1
+        # ends the first step of the run.
+        permits_were_granted = self.accepted or self.running
+        return not permits_were_granted
 
     def hand_over(self) -> int | None:
         """Hands over the groups that were accepted here beyond the shares of finished steps. Returns their number.
 
-        Below 0, fewer groups were accepted than the shares allow. From now on the number counts at another server: the
-        caller passes it to `take_over` there. None: nothing is handed over yet, because permits are in use, or because
-        the trainer has not given the share of this server to other servers yet.
+        The number is below 0 if fewer groups were accepted than the shares allow. The caller passes the number to
+        `take_over` of another server, where these groups count from now on. Returns None, and hands over nothing, while
+        permits are in use, or while the trainer has not given the share of this server to other servers yet.
         """
         if self.running:
             return None
@@ -281,7 +298,7 @@ class Admission(Extension):
         return groups
 
     def take_over(self, groups: int) -> None:
-        """Lowers the capacity by groups that another server has accepted; below 0: raises it."""
+        """Lowers the capacity by `groups`, which another server has accepted. If the number is below 0, raises it."""
         self._earlier -= groups
         self.progress()
 
@@ -295,7 +312,7 @@ class Admission(Extension):
         self.progress()
 
     def time_out(self, pending: PendingPermits) -> None:
-        """Ends `pending` at its deadline, with the reason of its wait."""
+        """Ends `pending` at its deadline, with an error that says why it waited."""
         if not pending.done:
             pending.fail(deadline(f"permits: {self.why_no_permits(pending.count)}"))
             self.progress()
@@ -313,25 +330,27 @@ class Admission(Extension):
     def progress(self) -> None:
         """Grants permits, first come first served.
 
-        A request that lacks permits holds up the requests behind it. A request for more than `_most` permits does not,
-        because it might wait for ever.
+        A request for more permits than the capacity holds up the requests behind it. A request for more permits than
+        the full capacity does not, because it might wait for ever.
         """
         if not len(self.line):  # the most frequent case
             return
         for pending in self.line:
             if pending.count > self.capacity:
-                if pending.count > self._most:
-                    continue
+                if pending.count > self._full_capacity:
+                    continue  # the requests behind it do not wait for it
                 break
-            grant_id = pending.request or secrets.randbits(63) | 1  # not 0, which means no grant
+            grant_id = pending.request
+            if not grant_id:
+                grant_id = secrets.randbits(63) | 1  # never 0, which means no grant
             assert grant_id not in self._grants, f"grant {grant_id} would be forgotten"
             expires = self._clock() + self.config.permit_ttl
             grant = Grant(grant_id, pending.count, expires, attempt=pending)
             self._grants[grant_id] = grant
             pending.finish(grant)
 
-    def _use(self, grant: Grant, count: int) -> None:
-        """Ends `count` permits of the grant, or all that are left."""
+    def _end_permits(self, grant: Grant, count: int) -> None:
+        """Ends `count` permits of the grant, or all that are left if these are fewer."""
         assert count > 0, count
         grant.count -= count
         if grant.count <= 0:
@@ -368,16 +387,17 @@ class Admission(Extension):
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
         """As in Extension. Grants whose time is over by now end."""
         if state is None:  # the server ran without [admission]
-            if version > 0:  # count the groups of all finished steps as used, as after a rollback to this version
-                self.on_policy(PolicyChange(version, version, rollback=True))
+            if version > 0:
+                # Counts the groups of all finished steps as used, as after a rollback to this version.
+                self.on_policy(PolicyChange(before=version, version=version, rollback=True))
             return
         self.accepted = state["accepted"]
         self.expired = state["expired"]
         self._version = version if state["began"] else None
         self._shard_index = ShardIndex(*state["shard_index"]) if state["shard_index"] else None
         self._earlier = state["earlier"]
-        # The stored times are times of day. If that clock was set back meanwhile, a grant would expire too late, so
-        # `latest` bounds its time.
+        # The stored times are times of day. If the clock of the machine was set back since they were stored, a grant
+        # would expire too late, so `latest` bounds its time.
         latest = self._clock() + self.config.permit_ttl
         self._grants = {}
         for grant_id, count, expires in state["leases"]:
@@ -393,7 +413,7 @@ class Admission(Extension):
         return [grant.expires for grant in self._grants.values()]
 
     def check(self) -> None:
-        """As in Extension. No request may wait that could be granted."""
+        """As in Extension. Also asserts that no request waits that could be granted."""
         super().check()
         for grant_id, grant in self._grants.items():
             assert grant.id == grant_id, (grant_id, grant)
@@ -402,5 +422,5 @@ class Admission(Extension):
         self.line.check()
         for pending in self.line:
             assert pending.count > self.capacity, (pending.count, self.capacity)
-            if pending.count <= self._most:
+            if pending.count <= self._full_capacity:
                 break  # this request holds up all requests behind it

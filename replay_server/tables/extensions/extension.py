@@ -1,13 +1,13 @@
-"""Extension: a part of the server that acts on changes of the tables: permits, histories, copies.
+"""Extension: a part of the server that acts on changes of the tables, such as permits, histories and copies.
 
 The kernel (tables, items, buffer, rules) makes the changes, and knows no extension. The kernel calls the hooks of an
 extension within the operation that makes a change. So what the extension does is part of the one change that clients
 see. A hook that is called often is called only if an extension overrides it.
 
-* A hook `why_…` only answers, and changes nothing. All other hooks act, and none of them may fail: validate all, then
-  apply all.
+* A hook `why_…` only answers, and changes nothing. All other hooks act, and none of them may fail, because a change is
+  validated as a whole before any part of it is applied.
 * An extension can mark an item with one small number, its `mark`, which is written in the item's record. Everything
-  else that it remembers is in its `state_dict`.
+  else that the extension remembers is in its `state_dict`.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ class Extension:
     marked: set[int] = set()  # noqa: RUF012  # extensions that mark items have a set of their own
     """Keys of the marked items."""
     lines: Mapping[str, Line[Any]] = {}
-    """By the name of what requests wait for, such as "permits": the line of the requests that the extension serves."""
+    """The lines of the requests that the extension serves, by the name of what they wait for, such as "permits"."""
 
     @classmethod
     def of(cls, kernel: Kernel) -> Self | None:
-        """The extension of this class; None: the server has none."""
+        """The server's extension of this class; None: the server has none."""
         for extension in kernel.extensions:
             if isinstance(extension, cls):
                 return extension
         return None
 
     def attach(self, kernel: Kernel) -> None:
-        """Called once, when the tables exist and are still empty."""
+        """Gives the extension its kernel. Called once, when the tables exist and are still empty."""
         self.kernel = kernel
 
     def concerns(self, table: TableConfig) -> bool:
@@ -97,44 +97,50 @@ class Extension:
     # ------------------------------------------------------------------------------------------------ what happens
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
-        """The reason to refuse an insert, whatever the tables hold; None: this extension does not refuse it."""
+        """The reason to refuse an insert; None: this extension does not refuse it.
+
+        The reason does not depend on the items that the tables hold.
+        """
 
     def why_no_policy(self, change: PolicyChange) -> Refused | None:
         """The reason to refuse a change of the policy; None: this extension does not refuse it."""
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        """The items of an insert are stored, and enter their tables next. Returns other tables that changed."""
+        """Called when the items of an insert are stored, before they enter their tables.
+
+        Returns the other tables that this has changed.
+        """
         return ()
 
     def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
-        """A reader acknowledges a batch of the table. Returns other tables that changed.
+        """Called when a reader acknowledges a batch of the table. Returns the other tables that this has changed.
 
-        Rows that the batch has used up leave next, unless they are retained.
+        After this call, the rows that the batch has used up leave the table, unless they are retained.
         """
         return ()
 
     def on_lease(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
-        """A reader gets a lease of a batch. It uses the batch, but may still lose it.
+        """Called when a reader gets a lease of a batch of the table. Returns the other tables that this has changed.
 
-        Returns other tables that changed.
+        The reader uses the batch from now on, but loses it if the lease ends before the acknowledgement.
         """
         return ()
 
     def on_item_gone(self, keys: Sequence[int]) -> None:
-        """Nobody can train on these items any more.
+        """Called when nobody can train on these items any more.
 
-        This may be called several times for an item: first when only copies hold it, or rows that are being removed,
-        and last when nothing holds it.
+        It may be called several times for one item: first when only copies and rows that are being removed hold the
+        item, and last when nothing holds it.
         """
 
     def on_policy(self, change: PolicyChange) -> None:
-        """The policy has changed, and the tables have dropped items that are too old for it."""
+        """Called after the policy has changed, when the tables have dropped the items that are too old for it."""
 
     def on_reset(self, table: Table) -> None:
-        """The table is emptied next."""
+        """Called before a reset empties the table."""
 
     def progress(self) -> None:
-        """Called at the end of an operation that changed something. Serves requests that wait for the extension."""
+        """Serves requests that wait for the extension. Called at the end of an operation that changed something."""
 
     # ------------------------------------------------------------------------------------------------ room
 
@@ -147,9 +153,9 @@ class Extension:
         return ()
 
     def free(self, needed: float) -> bool:
-        """Discards rows until `needed` bytes are free, or no more rows can be discarded.
+        """Discards rows until this has freed `needed` bytes, or no more rows can be discarded.
 
-        Returns True if it has freed any bytes.
+        Returns True if any bytes were freed.
         """
         return False
 
@@ -158,14 +164,16 @@ class Extension:
     def state_dict(self, offset: float) -> dict[str, Any]:
         """The state of the extension, without marks.
 
-        `offset` is added to times of the server's clock. That makes them times of day, which outlive a restart.
+        A time of the server's clock means nothing after a restart. So `offset` is added to it, which makes it a time of
+        day.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any] | None, offset: float, version: int) -> None:
-        """Loads a state, before items are loaded. None: the state was written without this extension.
+        """Loads the state of the extension. Called before items are loaded.
 
-        `offset` is subtracted from times. `version`: the policy version that was loaded.
+        `state` None: the server ran without this extension when it wrote its state. `offset` is subtracted from times
+        of day, which makes them times of the server's clock. `version`: the policy version that was loaded.
         """
 
     def load_marked(self, keys: Sequence[int]) -> None:
@@ -173,7 +181,7 @@ class Extension:
         self.marked.update(keys)
 
     def reconcile(self) -> None:
-        """Called when everything is loaded. Makes the state fit the configuration."""
+        """Makes the state fit the configuration. Called when everything is loaded."""
 
     # ------------------------------------------------------------------------------------------------ invariants
 

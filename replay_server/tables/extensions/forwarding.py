@@ -6,8 +6,8 @@ Both tables share the item and its payload, so no bytes are copied.
   counts the item as an insert. The target refuses the item for the reasons for which it would refuse an insert. A full
   target that does not evict refuses the item, too. The table that forwards counts these refusals.
 * A table copies an item when the item enters. A copy never waits, and is never refused. A table of copies that exceeds
-  its bounds evicts items, and counts them. Apart from its copies, an item that only tables of copies hold counts as
-  gone: its permit is released, and when the server needs room, such items are removed first.
+  its bounds evicts items, and counts them. An item that only tables of copies hold counts as gone, although it is still
+  in these tables. So its permit is released, and when the server needs room, such items are removed first.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ class Forwarding(Extension):
     """Adds each item to the table `forward_to` when a reader acknowledges or leases the item for the first time."""
 
     def __init__(self, discard: Callable[[Table, Sequence[int]], None]) -> None:
-        """`discard(target, keys)` removes retained rows of an item that joins, because a table has one row of a key."""
+        """`discard(target, keys)` removes the retained rows of these keys from `target`.
+
+        It is called before an item joins `target` again, because a table has at most one row of a key.
+        """
         self._discard = discard
 
     def concerns(self, table: TableConfig) -> bool:
         return table.forward_to is not None
 
     def on_acknowledge(self, table: Table, batch: SampleBatch) -> Iterable[Table]:
-        """Forwards the items of the batch, except items of priority 0 and items that this table has forwarded."""
+        """Forwards the items of the batch, except items of priority 0 and items that this table forwarded before."""
         assert table.config.forward_to is not None
         if batch.epoch != table.epoch:  # a reset has removed these items
             return ()
@@ -64,7 +67,8 @@ class Forwarding(Extension):
         if outdated is not None:
             outdated.count()
             return False
-        if item.cost > (target.config.max_bytes or np.inf):
+        most_bytes = target.config.max_bytes or np.inf
+        if item.cost > most_bytes:
             return False
         if target.config.when_full != "evict" and target.why_full(1, item.cost):
             return False
@@ -92,32 +96,32 @@ class Copying(Extension):
     """Adds each item that enters a table to the table `copy_to`, too."""
 
     def attach(self, kernel: Kernel) -> None:
-        """As in Extension. Finds the tables that copy their items, and the table of copies of each."""
+        """As in Extension. Also finds the tables that copy their items, and for each of them the table of copies."""
         super().attach(kernel)
-        self._copies: dict[str, Table] = {}
-        """By name of each table that copies its items: the table of the copies."""
+        self._copies_by_source: dict[str, Table] = {}
+        """The table of the copies, by the name of the table that copies its items."""
         for table in kernel.tables.values():
             if table.config.copy_to is not None:
-                self._copies[table.name] = kernel.items.copies[table.config.copy_to]
-        self._alone: dict[int, None] = {}
-        """The keys of items that only tables of copies held when the items were last released, oldest release first.
+                self._copies_by_source[table.name] = kernel.items.copies[table.config.copy_to]
+        self._only_copied: dict[int, None] = {}
+        """The keys of items that only tables of copies held when their last other holder released them.
 
-        Since then, a batch of copies or a reader of bytes may hold such an item, too. A dict is a set that has an
-        order: the values mean nothing.
+        The first key is that of the oldest release. Since its release, a batch of copies or a reader of bytes may hold
+        an item, too. This is a dict because a set has no order. Its values mean nothing.
         """
 
     def why_not(self, insert: InsertBatch) -> Refused | None:
-        """Refuses an insert that names a table of copies: the item might join that table twice."""
-        for source, copies in self._copies.items():
+        """Refuses an insert that names a table of copies, because the item might join that table twice."""
+        for source, copies in self._copies_by_source.items():
             name = copies.name
             if name in insert.priorities:
                 return invalid(f"item {insert.keys[0]} names {name!r}, which items of {source!r} join: leave it out")
         return None
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
-        """Adds the items of each table that copies to its table of copies."""
+        """Adds the items to the tables of copies of those tables that the items enter."""
         changed = []
-        for source, copies in self._copies.items():
+        for source, copies in self._copies_by_source.items():
             priorities = insert.priorities.get(source)
             if priorities is not None:
                 self.kernel.items.hold(insert.keys)  # for the new rows of the table of copies
@@ -129,42 +133,44 @@ class Copying(Extension):
         """Notes the items that only copies hold from now on, and forgets the items that nothing holds."""
         for key in keys:
             if key in self.kernel.items:  # copies still hold the item
-                self._alone[key] = None
+                self._only_copied[key] = None
             else:
-                self._alone.pop(key, None)
+                self._only_copied.pop(key, None)
 
     def spares(self, key: int) -> int:
-        return sum(key in copies for copies in self._copies.values())
+        return sum(key in copies for copies in self._copies_by_source.values())
 
     def spare_keys(self) -> Iterable[int]:
-        return self._alone
+        return self._only_copied
 
     def free(self, needed: float) -> bool:
         """Evicts items that only copies hold, in the order in which the items lost their other holders."""
         items = self.kernel.items
-        before = items.bytes
-        while self._alone and items.bytes > before - needed:
-            key = next(iter(self._alone))
-            del self._alone[key]
+        bytes_before = items.bytes
+        while self._only_copied and items.bytes > bytes_before - needed:
+            key = next(iter(self._only_copied))
+            del self._only_copied[key]
             # If a batch or a reader of bytes holds the item, too, the item is noted again when that holder releases it.
             only_rows = items[key].holders == self.spares(key)
             if only_rows:
                 self._evict(key)
-        return items.bytes < before
+        return items.bytes < bytes_before
 
     def _evict(self, key: int) -> None:
         """Removes an item from all tables of copies."""
-        for copies in self._copies.values():
+        for copies in self._copies_by_source.values():
             slot = copies.columns.slot(key)
             if slot is not None:
                 copies.evict_slots(np.array([slot]))
 
     def check(self) -> None:
         super().check()
-        assert self._alone.keys() <= self.kernel.items.keys(), self._alone.keys() - self.kernel.items.keys()
+        assert self._only_copied.keys() <= self.kernel.items.keys(), self._only_copied.keys() - self.kernel.items.keys()
 
     def reconcile(self) -> None:
-        """Finds the items that only copies hold after a restart. They are evicted in the order of their insertion."""
-        for copies in self._copies.values():
-            keys: list[int] = copies.columns.key[copies.columns.used()].tolist()
-            self.on_item_gone([key for key in keys if self.kernel.items.lost(key)])
+        """Notes the items that only copies hold after a restart, each table's items in the order of their insertion."""
+        for copies in self._copies_by_source.values():
+            slots = copies.columns.used()
+            keys: list[int] = copies.columns.key[slots].tolist()
+            only_copied = [key for key in keys if self.kernel.items.lost(key)]
+            self.on_item_gone(only_copied)

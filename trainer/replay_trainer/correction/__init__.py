@@ -1,8 +1,9 @@
 """Off-policy correction: weights and masks for tokens that another policy wrote.
 
 Three policies: b wrote the tokens (rollout), o is the trainer's policy before the update (old), θ is being updated.
-This package is about the ratio o/b, which covers two differences: the mismatch of the engines and the staleness.
-Axes: B rollouts, T tokens of the longest one. m is the response mask.
+This package corrects for the ratio o/b. The ratio differs from 1 for two reasons: inference engine and trainer compute
+slightly different probabilities with the same weights (mismatch), and b may have older weights than o (staleness).
+Axes: B rollouts, T tokens of the longest rollout. m is the response mask.
 
     l_t = (log o_t - log b_t) * m_t, clamped to ±20; 0 where log b_t is NaN (unknown: counted as on-policy)
 
@@ -11,17 +12,19 @@ Axes: B rollouts, T tokens of the longest one. m is the response mask.
     sequence    exp(sum_t l_t)                     mask       ρ inside the bounds (inclusive), 0 outside
     geometric   exp(sum_t l_t / sum_t m_t)         none       ρ
 
-A weight multiplies the loss of its token. Four rules remove tokens from the loss; its denominators still count them:
+A weight multiplies the loss of its token. Four rules remove tokens from the loss. The denominators of the loss still
+count the removed tokens:
 
     rejection        tokens or sequences whose divergence from b lies outside bounds (see Rejection)
     veto             sequences with a token of ρ_t < veto
     off-policy mask  sequences with A < 0 and mean_t(log b - log θ) > off_policy_mask_threshold
     DPPO mask        tokens with A > 0 and p_θ - p_b > dppo_mask_high, or A <= 0 and p_θ - p_b < -dppo_mask_low
 
-As in the sources, a *sequence* is all that the policy wrote in answer to one prompt: a whole rollout, whatever its
-turns and its `sequence_counts`. The product of its tokens' ratios is the weight of the trajectory: tokens that the
-policy did not write, such as results of tools, have the same probability under every policy, and cancel. So each row
-here is a whole rollout: `batching.Rollouts` joins its sequences.
+As in the sources, a *sequence* is all that the policy wrote in answer to one prompt. So a sequence here is a whole
+rollout, even if the rollout has several turns, or if `sequence_counts` cuts it into several sequences. The product of
+the ratios of its tokens is the ratio of the whole trajectory, because tokens that the policy did not write, such as
+results of tools, have the same probability under every policy, and cancel. Therefore each row of the (B, T) tensors is
+a whole rollout, whose sequences `batching.Rollouts` has joined.
 
 The objective says which of the three policies the loss compares (see Objective and losses.corrected_policy_loss).
 
@@ -42,7 +45,7 @@ __all__ = ["PRESETS", "Correction", "CorrectionConfig", "Moments", "Rejection", 
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the names above that need torch when somebody asks for one, so that the configuration needs no torch."""
+    """Imports a name that needs torch only when it is used, so that the configuration can be used without torch."""
     if name in __all__:
         return getattr(import_module("replay_trainer.correction.correction"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ Aggregate = Literal["token", "sum", "mean", "max"]
 Objective = Literal["decoupled", "bypass", "bypass_reinforce"]
 """decoupled: -E[w min(r A, clip(r) A)], w from o/b, r = θ/o. Three policies.
 bypass: -E[min(r A, clip(r) A)], r = θ/b. The clipped ratio is the correction; there are no weights.
-bypass_reinforce: -E[sg(w) A log θ], w from θ/b. No clipping."""
+bypass_reinforce: -E[sg(w) A log θ], w from θ/b. No clipping; sg (stop gradient) treats w as a constant."""
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of the log-ratio of one token, in nats."""
@@ -33,7 +33,7 @@ class Rejection:
         k2: aggregate of l² / 2        0 is on-policy
         k3: aggregate of exp(l) - 1 - l
 
-    Raises ValueError for an unknown name, no bound, or bounds that nothing or everything satisfies.
+    Raises ValueError for an unknown name, if there is no bound, or if `low` is above `high`.
     """
 
     estimator: Estimator = "k1"
@@ -53,8 +53,10 @@ class Rejection:
 
 
 def _rejections_of(value: Any) -> Any:
-    """A Rejection from a table of a configuration file, or a tuple of Rejections from a list of tables. Other values
-    stay as they are."""
+    """Makes a Rejection from a table of a configuration file, or a tuple of Rejections from a list of tables.
+
+    Returns all other values unchanged.
+    """
     if isinstance(value, Mapping):
         return Rejection(**value)
     if isinstance(value, list | tuple):
@@ -67,15 +69,18 @@ class CorrectionConfig:
     """The settings of `correct`: its weights, and the tokens that it removes. PRESETS has the settings of other
     projects.
 
-    Set clip_min = clip_max = 1 to switch the weights off: every weight is then 1, and the metrics stay.
-    Raises ValueError for an unknown name, and for bounds without effect or out of range.
+    Set clip_min = clip_max = 1 to switch the weights off: every weight is then 1, and the metrics are still computed.
+    Raises ValueError for an unknown name, for a value out of range, if clip_min is above clip_max, or if the action
+    needs a bound and there is none.
     """
 
     level: Level = "token"
-    """The span of one ratio: a token, or a sequence by the product or the geometric mean of its tokens' ratios. A
-    sequence is a whole rollout here, whatever its `sequence_counts`."""
+    """The span of one ratio. token: a token. sequence: a whole sequence, whose ratio is the product of its tokens'
+    ratios. geometric: a whole sequence, whose ratio is their geometric mean. A sequence is a whole rollout here, even
+    if `sequence_counts` cuts the rollout into several sequences."""
     action: Action = "truncate"
-    """The treatment of a ratio outside the bounds."""
+    """The treatment of a ratio outside the bounds. truncate: the weight is the nearer bound. mask: the weight is 0.
+    none: the weight is the ratio."""
     clip_min: Finite | None = None
     """Lower bound of the ratio; None: no bound."""
     clip_max: Finite | None = 2.0
@@ -102,7 +107,7 @@ class CorrectionConfig:
     """τ: adds τ (log θ - log b)² to the loss of every token, rejected or not, so that θ stays near b (prime-rl:
     kl_tau = 1e-3); 0: off."""
     objective: Objective = "decoupled"
-    """The policies that the loss compares."""
+    """The policies that the loss compares: see Objective."""
 
     def __post_init__(self) -> None:
         _check_bounds("clip_min", self.clip_min, "clip_max", self.clip_max)
@@ -118,7 +123,7 @@ class CorrectionConfig:
 
     @property
     def has_weights(self) -> bool:
-        """True if the weights depend on the ratios. With clip_min equal to clip_max, all weights have this value."""
+        """True if the weights depend on the ratios. If clip_min is equal to clip_max, every weight is that value."""
         return self.clip_min is None or self.clip_min != self.clip_max
 
     @property

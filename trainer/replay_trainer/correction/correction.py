@@ -13,14 +13,14 @@ from torch import Tensor
 from replay_trainer.correction.config import LOG_RATIO_LIMIT, Aggregate, CorrectionConfig, Level, Rejection
 
 _LOG_SUM_LIMIT = 80.0
-"""Bound of the log-ratio of a whole sequence: its exponential is still finite in float32."""
+"""Bound of the log-ratio of a whole sequence, in nats. exp(80) is still finite in float32."""
 _LEAST_MEAN = 1e-8
 """batch_normalize does not divide the weights by a mean weight of this or less."""
 _AGGREGATE_OF_LEVEL: dict[Level, Aggregate] = {"token": "token", "sequence": "sum", "geometric": "mean"}
 
 
 class Ratios:
-    """Ratios o/b of a batch, and the weights that the configured action makes of these ratios; without gradient.
+    """The ratios o/b of a batch, and the weights that the configured action makes of these ratios; without gradient.
 
     A unit is the part of a row that has one ratio. Axis U counts the units of a row: T units if each token has a ratio,
     1 unit if one ratio covers the whole sequence.
@@ -38,9 +38,9 @@ class Ratios:
         self.known_BT = self.mask_BT & ~self.rollout_BT.isnan()
         """bool, the tokens of the mask whose log b is known."""
         self.difference_BT = torch.where(self.known_BT, self.old_BT - self.rollout_BT, 0.0)
-        """log o - log b; 0 for all other tokens."""
+        """log o - log b for the known tokens; 0 for all other tokens."""
         self.log_BT = self.difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        """l in the docstring of the package."""
+        """The l in the docstring of the package."""
         log_BU = aggregate(self.log_BT, self.mask_BT, _AGGREGATE_OF_LEVEL[config.level])
         self.ratio_BU = log_BU.clamp(-_LOG_SUM_LIMIT, _LOG_SUM_LIMIT).exp()
         """ρ of each unit."""
@@ -60,11 +60,15 @@ class Ratios:
         return tokens_BT.any(dim=1, keepdim=True)
 
     def weights(self, mean_weight: float | None) -> Tensor:
-        """(B, T) weights, 0 outside the mask. With batch_normalize, divided by `mean_weight`; None: by their mean."""
+        """(B, T) weights, 0 outside the mask.
+
+        With batch_normalize, the weights are divided by `mean_weight`; None: by their mean over the units of the mask.
+        """
         weights_BU = self.clipped_BU
         if self.config.batch_normalize:
             if mean_weight is None:
-                mean = weights_BU[self.units(self.mask_BT)].mean()
+                counted_BU = self.units(self.mask_BT)
+                mean = weights_BU[counted_BU].mean()
             else:
                 mean = weights_BU.new_tensor(mean_weight)
             # As in verl: if the mean is about 0, the weights stay as they are.
@@ -82,8 +86,8 @@ class Ratios:
 
 
 def aggregate(values_BT: Tensor, mask_BT: Tensor, how: Aggregate) -> Tensor:
-    """For "token" the (B, T) values as they are, else (B, 1), one value of each sequence. `values_BT` must be 0 outside
-    the mask."""
+    """Aggregates the values of the tokens of each sequence to one value. Returns (B, 1), or for "token" the (B, T)
+    values unchanged. `values_BT` must be 0 outside the mask."""
     if how == "token":
         return values_BT
     if how == "max":
@@ -103,9 +107,10 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 class RejectionMasks:
-    """Bool masks of a batch: the tokens that stay (`kept_BT`), and the tokens or sequences that each rule removed.
+    """Decides which tokens of a batch stay in the loss. All masks are bool.
 
-    `vetoed_B1` and `off_policy_B1` have a flag for each sequence, `dppo_BT` one for each token.
+    `kept_BT` has the tokens that stay. `vetoed_B1` has the sequences that the veto removed, `off_policy_B1` the
+    sequences that the off-policy mask removed, and `dppo_BT` the tokens that the DPPO mask removed.
     """
 
     def __init__(self, ratios: Ratios, advantages: Tensor | None, logprobs: Tensor | None) -> None:
@@ -195,12 +200,16 @@ _MEANS = {
     "logprob_diff_mean": ("distance", "tokens"),
     "nan_fraction": ("unknown", "response_tokens"),
 }
-"""The metrics that are quotients: the name of each, and the names of its sum and its count in `Moments.sums`."""
+"""Name of a metric that is a quotient -> the names of its numerator and its denominator in `Moments.sums`."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums and extremes over the tokens with a known log b, and over their units and sequences, of a batch."""
+    """The sums and extremes of a batch, from which its metrics are computed.
+
+    They cover the tokens whose log b is known, and the units and sequences with such a token. Only the counts
+    "response_tokens" and "unknown" also cover other tokens.
+    """
 
     sums: dict[str, float]
     """Sums and counts by name: see `_MEANS` and `of`."""
@@ -218,18 +227,22 @@ class Moments:
         unit_BU = ratios.units(known_BT)
         none_BU = torch.zeros_like(unit_BU)
         outside_BU = ratios.below_BU | ratios.above_BU
-        # The tokens whose weight the action "mask" sets to 0. A unit of a whole sequence masks all its tokens.
+        # The tokens whose weight the action "mask" sets to 0: all tokens of a unit whose ratio is outside the bounds.
         masked_BT = torch.zeros_like(known_BT)
         if config.action == "mask":
             masked_BT = outside_BU & known_BT
+        weighted_BU = unit_BU if config.has_weights else none_BU
+        clipped_BU = none_BU
+        if config.action != "none":
+            clipped_BU = outside_BU & unit_BU
         counts = {
             "response_tokens": mask_BT,
             "unknown": mask_BT & ~known_BT,
             "tokens": known_BT,
             "units": unit_BU,
             "sequences": known_B1,
-            "weighted": unit_BU if config.has_weights else none_BU,
-            "clipped": outside_BU & unit_BU if config.action != "none" else none_BU,
+            "weighted": weighted_BU,
+            "clipped": clipped_BU,
             "above": ratios.above_BU & unit_BU,
             "below": ratios.below_BU & unit_BU,
             "masked_tokens": masked_BT,
@@ -241,7 +254,7 @@ class Moments:
             "off_policy_sequences": masks.off_policy_B1 & known_B1,
             "dppo_tokens": masks.dppo_BT & known_BT,
         }
-        # One transfer from the device instead of one for each count.
+        # `stack` makes one transfer from the device of all counts, instead of one for each count.
         totals = torch.stack([mask.sum() for mask in counts.values()]).tolist()
         sums: dict[str, float] = dict(zip(counts, totals, strict=True))
         # N: the tokens with a known log b. M: the units with such a token.
@@ -264,16 +277,16 @@ class Moments:
             sums=sums,
             extremes={
                 "ratio_min": _min(ratio_M),
-                "ratio_max": -_min(-ratio_M),
+                "ratio_max": _max(ratio_M),
                 "weight_min": _min(weight_M),
-                "weight_max": -_min(-weight_M),
-                "logprob_diff_max": -_min(-difference_N.abs()),
+                "weight_max": _max(weight_M),
+                "logprob_diff_max": _max(difference_N.abs()),
             },
         )
 
     @classmethod
     def of_parts(cls, parts: Sequence[Moments]) -> Moments:
-        """The moments of a batch from the moments of its parts, at least one."""
+        """Joins the moments of the parts of a batch to the moments of the batch. There must be at least one part."""
         first = parts[0]
         assert all(part.sums.keys() == first.sums.keys() for part in parts), "ranks count different things"
         extremes = {}
@@ -284,19 +297,19 @@ class Moments:
 
     def metrics(self) -> dict[str, float]:
         """The metrics that the docstring of `correct` lists. A metric is NaN if there is nothing to count for it."""
-        total = self.sums
+        sums = self.sums
 
         def mean(name: str, count: str) -> float:
             """The sum `name` divided by the count `count`; NaN if nothing was counted."""
-            return total[name] / total[count] if total[count] else math.nan
+            return sums[name] / sums[count] if sums[count] else math.nan
 
         metrics = {metric: mean(name, count) for metric, (name, count) in _MEANS.items()}
         for metric, value in self.extremes.items():
             # Without tokens, the extremes are infinite.
-            metrics[metric] = value if total["tokens"] else math.nan
+            metrics[metric] = value if sums["tokens"] else math.nan
         # 1 / mean((w / mean w)²) = (sum w)² / (number of units * sum w²)
-        squares = total["units"] * total["weight_squares"]
-        metrics["ess"] = total["weight"] ** 2 / squares if squares else math.nan
+        denominator = sums["units"] * sums["weight_squares"]
+        metrics["ess"] = sums["weight"] ** 2 / denominator if denominator else math.nan
         metrics["kl"] = -mean("difference", "tokens")
         metrics["chi2"] = mean("ratio_squares", "tokens") - 1
         return metrics
@@ -307,6 +320,11 @@ def _min(values_N: Tensor) -> float:
     return float(values_N.amin()) if values_N.numel() else math.inf
 
 
+def _max(values_N: Tensor) -> float:
+    """The greatest value; -inf if there are no values."""
+    return float(values_N.amax()) if values_N.numel() else -math.inf
+
+
 @dataclass(frozen=True)
 class Correction:
     """Weights for the policy loss, the mask after rejection, and metrics of the distance between the policies."""
@@ -314,26 +332,29 @@ class Correction:
     weights: Tensor
     """(B, T) float32 (float64 from float64 input), without gradient; 0 outside the response mask."""
     mask: Tensor
-    """(B, T) the response mask without rejected tokens, in its own dtype: `correction_mask` of `policy_loss`."""
+    """(B, T) the response mask without the removed tokens, in the dtype of the response mask. Pass it as
+    `correction_mask` to `policy_loss`."""
     ratios: Ratios
     rejected: RejectionMasks
 
     @cached_property
     def moments(self) -> Moments:
-        """The sums and extremes behind `metrics`. Moments of the parts of a batch can be joined: `Moments.of_parts`."""
-        # Not computed in `correct`, because they wait for the device, and a training step needs them only once.
+        """The sums and extremes behind `metrics`. `Moments.of_parts` joins the moments of the parts of a batch."""
+        # `correct` does not compute the moments, because that waits for the device, and a training step needs the
+        # moments only once.
         return Moments.of(self.ratios, self.rejected)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """See `correct`."""
+        """The metrics that the docstring of `correct` lists."""
         return self.moments.metrics()
 
     def weight_totals(self) -> tuple[float, int]:
-        """(sum, count) of the weights after the action, over units.
+        """The sum of the weights after the action over the units of the response mask, and the number of these units.
 
-        If a batch is corrected in parts, batch_normalize needs the mean of the whole batch: the sums of all parts
-        divided by the counts of all parts. Pass this value as `mean_weight` with each part.
+        If a batch is corrected in parts, batch_normalize needs the mean weight of the whole batch. It is the sum over
+        all parts, divided by the number of units in all parts. Call `correct` for each part with this mean as
+        `mean_weight`.
         """
         ratios = self.ratios
         counted_BU = ratios.units(ratios.mask_BT)
@@ -351,7 +372,7 @@ def correct(
     logprobs: Tensor | None = None,
     mean_weight: float | None = None,
 ) -> Correction:
-    """Importance weights and rejection of a batch.
+    """Computes the importance weights of a batch, and the mask of the tokens that stay in its loss.
 
     old_logprobs, rollout_logprobs: (B, T), nats. mask: (B, T) response mask of any dtype; values outside the mask
     have no effect. config: default CorrectionConfig(). A NaN in `rollout_logprobs` is an unknown log-probability: the
@@ -361,8 +382,8 @@ def correct(
     default: old_logprobs. mean_weight: the divisor of batch_normalize if the batch is a part of a larger batch
     (see `Correction.weight_totals`); default: the mean of this batch.
 
-    Metrics are over tokens with a known log b, and NaN without such tokens. A unit is a token, or a sequence if one
-    ratio covers a sequence. ρ is the ratio at the level of the configuration, ρ_t is the ratio of the token.
+    The metrics cover the tokens whose log b is known, and are NaN if there are no such tokens. A unit is a token, or a
+    sequence if one ratio covers a sequence. ρ is the ratio of a unit, and ρ_t is the ratio of a token.
 
         ratio_mean, ratio_min, ratio_max            ρ, over units
         weight_mean, weight_min, weight_max         after the action, before batch_normalize, over units
@@ -382,8 +403,8 @@ def correct(
         logprob_diff_mean, logprob_diff_max         |log o - log b|, over tokens
         nan_fraction                                share of response tokens with unknown log b
 
-    Raises ValueError unless the tensors have one shape (B, T), and if a mask needs advantages and `advantages` is
-    missing or has another shape.
+    Raises ValueError if the first three tensors do not have one shape (B, T), or if a mask needs advantages and
+    `advantages` is missing or has another shape.
     """
     ratios = Ratios(old_logprobs, rollout_logprobs, mask, config or CorrectionConfig())
     rejected = RejectionMasks(ratios, advantages, logprobs)

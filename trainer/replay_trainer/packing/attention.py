@@ -3,7 +3,8 @@
     layout         runs of tokens, each with the parts of earlier runs that precede it (see shared_prefixes.py)
     for each run   one causal attention: the queries of the run, and the keys and values of those parts and of the run
 
-There is no mask of S x S entries. A model needs only transformers' interface of attention functions.
+No mask of S x S entries is made for the S tokens of a row. A model only has to call its attention through
+transformers' interface of attention functions.
 """
 
 from __future__ import annotations
@@ -38,17 +39,18 @@ _packing: ContextVar[bool] = ContextVar("packing", default=False)
 def enable_packing(model: Any) -> bool:
     """Gives `model` the packed attention. Returns False if the model cannot take it, and then changes nothing.
 
-    A model cannot take it if it does not call its attention through transformers' interface, or if it has layers that
-    mix tokens in another way. The caller must still check the results, because some models ignore the interface.
+    A model can take packed attention if it calls its attention through transformers' interface, if no layer mixes
+    tokens in another way, and if its implementation of attention is sdpa. The caller must still check the results,
+    because some models ignore the interface.
     """
-    # transformers' own test: whether the model calls its attention through the interface.
-    settable = getattr(model, "_can_set_attn_implementation", None)
-    if settable is None or not settable():
+    # transformers' own test of whether the model calls its attention through the interface.
+    can_set_attention = getattr(model, "_can_set_attn_implementation", None)
+    if can_set_attention is None or not can_set_attention():
         return False
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
     if not _PLAIN_LAYERS.issuperset(layers):
         return False
-    # A model with another implementation, such as eager, keeps it: packed attention computes what sdpa computes.
+    # Packed attention computes what sdpa computes. So a model with another implementation, such as eager, keeps that.
     if model.config._attn_implementation in (ATTENTION, "sdpa"):
         model.set_attn_implementation(ATTENTION)
     return bool(model.config._attn_implementation == ATTENTION)
@@ -56,7 +58,7 @@ def enable_packing(model: Any) -> bool:
 
 @contextmanager
 def packed_forward() -> Iterator[None]:
-    """In this context, packed attention makes no mask of S x S entries: the layout replaces it."""
+    """In this context, `packed_mask` makes no mask of S x S entries, because the layout takes its place."""
     token = _packing.set(True)
     try:
         yield
@@ -65,12 +67,11 @@ def packed_forward() -> Iterator[None]:
 
 
 def packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """For packed rows: the attention window of the layers that get this mask. Otherwise: the mask of transformers'
-    sdpa.
+    """Makes the mask that transformers passes to layers. For packed rows, the mask is the attention window of these
+    layers; otherwise, it is the mask of transformers' sdpa.
 
     The window is one number of tokens in a tensor of shape (1, 1, 1, 1). None: these layers attend to all earlier
-    tokens. transformers passes the window on to the layers as their mask. This is necessary, because not every layer of
-    a model names its window.
+    tokens. The window must come to the layers as their mask, because not every layer of a model names its window.
     """
     if not _packing.get():
         mask: Tensor | None = sdpa_mask(*args, **kwargs)
@@ -108,8 +109,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of one packed row; query (1, H, N, D), key and value (1, H or less, N, D) -> (1, N, H, D).
 
-    H heads, N tokens of the row, D dimensions of a head. Without `replay_layout`, the attention of transformers' sdpa.
-    Raises NotImplementedError for variants that scaled_dot_product_attention does not have.
+    H heads, N tokens of the row, D dimensions of a head. Without `replay_layout`, computes transformers' sdpa.
+    Raises NotImplementedError for an argument of a variant of attention that scaled_dot_product_attention lacks.
     """
     if replay_layout is None:
         # The function of transformers has no type for its result.
@@ -126,7 +127,7 @@ def packed_attention(
     repeats = query.shape[1] // key.shape[1]  # heads of queries that share one head of keys and values
 
     def attend(query_HLD: Tensor, key_HSD: Tensor, value_HSD: Tensor) -> Tensor:
-        """Attention of the last L of S positions to all positions up to their own.
+        """Attention of the last L of S positions. Each attends to the positions up to its own, in its window.
 
         The tensors have an axis of size 1 before those in their names: (1, H, L, D) and (1, H, S, D).
         """
@@ -136,32 +137,35 @@ def packed_attention(
         if repeats > 1:
             key_HSD = key_HSD.repeat_interleave(repeats, 1)
             value_HSD = value_HSD.repeat_interleave(repeats, 1)
-        mask: Any
         if window is not None and window < S:
             positions_S = torch.arange(S, device=query.device)
             distance_LS = positions_S[S - L :, None] - positions_S
-            mask = (distance_LS >= 0) & (distance_LS < window)
-        elif L == S:
+            mask_LS = (distance_LS >= 0) & (distance_LS < window)
+            return scaled_dot_product_attention(query_HLD, key_HSD, value_HSD, attn_mask=mask_LS, scale=scaling)
+        if L == S:
             return scaled_dot_product_attention(query_HLD, key_HSD, value_HSD, is_causal=True, scale=scaling)
-        else:
-            mask = causal_lower_right(L, S)
+        mask: Any = causal_lower_right(L, S)
         return scaled_dot_product_attention(query_HLD, key_HSD, value_HSD, attn_mask=mask, scale=scaling)
 
     # The row is split once, and the parts are sliced. The backward pass of a slice costs as much as the sliced tensor,
-    # so slices of the whole row would cost the whole row each.
+    # so each slice of the whole row would cost as much as the whole row.
     lengths = [run.length for run in replay_layout]
     queries = torch.split(query, lengths, dim=2)
     keys = torch.split(key, lengths, dim=2)
     values = torch.split(value, lengths, dim=2)
-    # By (run, number of its first tokens): their queries, keys and values.
+    # (index of a run, number of its first tokens) -> query, key and value of these tokens
     begins: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def begin_of(run: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of the first tokens of a run. All runs that continue these tokens get the same
+    def begin_of(index: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of the first `tokens` tokens of a run. All runs that continue these tokens get the same
         tensors."""
-        if (run, tokens) not in begins:
-            begins[run, tokens] = (queries[run][:, :, :tokens], keys[run][:, :, :tokens], values[run][:, :, :tokens])
-        return begins[run, tokens]
+        if (index, tokens) not in begins:
+            begins[index, tokens] = (
+                queries[index][:, :, :tokens],
+                keys[index][:, :, :tokens],
+                values[index][:, :, :tokens],
+            )
+        return begins[index, tokens]
 
     outputs: list[Tensor] = []
     for index, run in enumerate(replay_layout):
@@ -170,8 +174,9 @@ def packed_attention(
             outputs.append(attend(queries[index], keys[index], values[index]))
             continue
         before = [begin_of(earlier, tokens) for earlier, tokens in run.before]
-        key_S = torch.cat([*(begin[1] for begin in before), keys[index]], dim=2)
-        value_S = torch.cat([*(begin[2] for begin in before), values[index]], dim=2)
+        queries_before, keys_before, values_before = zip(*before, strict=True)
+        key_S = torch.cat([*keys_before, keys[index]], dim=2)
+        value_S = torch.cat([*values_before, values[index]], dim=2)
         num_before = key_S.shape[2] - run.length
         if query.is_cuda or num_before > run.length:
             outputs.append(attend(queries[index], key_S, value_S))
@@ -179,8 +184,9 @@ def packed_attention(
             # On a CPU, attention with a mask costs all of L x S, for the L tokens of the run and S tokens in all.
             # Causal attention of all S tokens costs half of S x S, which is less if at most L tokens precede the run.
             # The outputs of the tokens before the run are cut off.
-            query_S = torch.cat([*(begin[0] for begin in before), queries[index]], dim=2)
-            outputs.append(attend(query_S, key_S, value_S)[:, :, num_before:])
+            query_S = torch.cat([*queries_before, queries[index]], dim=2)
+            output_S = attend(query_S, key_S, value_S)
+            outputs.append(output_S[:, :, num_before:])
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 

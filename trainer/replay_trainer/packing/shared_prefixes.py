@@ -29,13 +29,14 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens that follow one another in a packed row: the tokens that one sequence adds to those before it."""
+    """The tokens that one sequence adds to a packed row, without those that it shares with the sequence before it. They
+    follow one another in the row."""
 
     length: int
     """Tokens, at least 1."""
     before: tuple[tuple[int, int], ...]
     """Pairs (index of an earlier run, number of its first tokens): the tokens that precede this run in its sequence, in
-    order. Each token attends to all of them, and to its own run up to itself."""
+    order. Each token of this run attends to all of them, and to the tokens of this run up to itself."""
 
 
 Layout = tuple[Run, ...]
@@ -46,7 +47,7 @@ class SharedPrefixes:
     """The shared prefixes of B sequences."""
 
     order_B: Ints
-    """The indices of the sequences, in the order of their tokens."""
+    """The indices of the sequences, sorted by the tokens of the sequences."""
     shared_B: Ints
     """In the order of `order_B`: the number of first tokens that the sequence shares with the sequence before it; 0 for
     the first sequence."""
@@ -54,28 +55,32 @@ class SharedPrefixes:
     @classmethod
     def of(cls, sequences: Sequence[npt.NDArray[Any]]) -> SharedPrefixes:
         """The shared prefixes of sequences of token ids, which all have the same dtype."""
-        # Sequences that begin alike become neighbours under any fixed order of tokens. Sorting by bytes is quick.
+        # Sequences that begin alike become neighbours, whatever the order of the tokens is. The order of their bytes is
+        # taken, because sorting by bytes is quick.
         keys = [sequence.tobytes() for sequence in sequences]
         order = sorted(range(len(sequences)), key=keys.__getitem__)
         shared = [0] * len(order)
         for index in range(1, len(order)):
-            shared[index] = _common(sequences[order[index - 1]], sequences[order[index]])
+            before = sequences[order[index - 1]]
+            shared[index] = _num_shared(before, sequences[order[index]])
         return cls(np.array(order, np.int64), np.array(shared, np.int64))
 
     def select(self, rows: Ints) -> SharedPrefixes:
         """The shared prefixes of the sequences `rows`, which must be distinct. Sequence i of the result is
         `rows[i]`."""
-        # The place of each sequence in `order_B`.
+        # The rank of each sequence: its index in `self.order_B`.
         rank_B = np.empty_like(self.order_B)
         rank_B[self.order_B] = np.arange(self.order_B.size)
-        order_B = np.argsort(rank_B[rows])
-        ranks_B = rank_B[rows][order_B]
-        assert (np.diff(ranks_B) > 0).all(), "a sequence is chosen twice"
+        chosen_ranks = rank_B[rows]
+        order_B = np.argsort(chosen_ranks)
+        sorted_ranks = chosen_ranks[order_B]
+        assert (np.diff(sorted_ranks) > 0).all(), "a sequence is chosen twice"
         shared_B = np.zeros_like(order_B)
         if rows.size > 1:
             # Chosen sequences that are neighbours now, of ranks p < q, share min(self.shared_B[p + 1 : q + 1]) tokens.
-            # `reduceat` computes these minima at once: each slice ends before the first index of the next.
-            shared_B[1:] = np.minimum.reduceat(self.shared_B[: ranks_B[-1] + 1], ranks_B[:-1] + 1)
+            # Each of these slices ends where the next one begins, so `reduceat` computes all minima at once.
+            starts = sorted_ranks[:-1] + 1
+            shared_B[1:] = np.minimum.reduceat(self.shared_B[: sorted_ranks[-1] + 1], starts)
         return SharedPrefixes(order_B, shared_B)
 
     def layout(self, lengths_B: Ints) -> Layout:
@@ -84,7 +89,7 @@ class SharedPrefixes:
         A sequence that shares all of its tokens adds no run.
         """
         runs: list[Run] = []
-        # The runs before the next token of the sequence, each as (index of the run in `runs`, position of its first
+        # The runs of which the sequence consists so far. Each has (index of the run in `runs`, position of its first
         # token in the sequence, number of its first tokens that are in the sequence).
         path: list[tuple[int, int, int]] = []
         for row, shared in zip(self.order_B.tolist(), self.shared_B.tolist(), strict=True):
@@ -95,21 +100,21 @@ class SharedPrefixes:
             if path:
                 run, first, tokens = path[-1]
                 path[-1] = (run, first, min(tokens, shared - first))
-            new = int(lengths_B[row]) - shared
-            assert new >= 0, f"sequence {row} shares more tokens than it has"
+            num_new = int(lengths_B[row]) - shared
+            assert num_new >= 0, f"sequence {row} shares more tokens than it has"
             assert sum(tokens for _, _, tokens in path) == shared, f"the runs before sequence {row} are not its prefix"
-            if new:
+            if num_new:
                 before = tuple((run, tokens) for run, _, tokens in path)
-                path.append((len(runs), shared, new))
-                runs.append(Run(new, before))
+                path.append((len(runs), shared, num_new))
+                runs.append(Run(num_new, before))
         return tuple(runs)
 
 
-def _common(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
+def _num_shared(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     """The number of first tokens that both sequences share."""
     length = min(a.size, b.size)
     if length == 0:
         return 0
     differs = a[:length] != b[:length]
-    first = int(differs.argmax())
+    first = int(differs.argmax())  # the first True, or 0 if no element is True
     return first if differs[first] else length

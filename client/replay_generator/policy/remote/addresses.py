@@ -13,10 +13,11 @@ from typing import Self
 from urllib.parse import urlsplit
 
 _PORTS = {"http": 80, "https": 443}
-_LETTERS = re.compile(r"https?://[A-Za-z0-9._~+=,:\[\]/-]+")
-"""Matches addresses without user, password, query, fragment, backslashes, and %, which could hide another letter."""
+_PLAIN_ADDRESS = re.compile(r"https?://[A-Za-z0-9._~+=,:\[\]/-]+")
+"""Matches addresses that have no user, password, query, fragment or backslash. They also have no %, because a % begins
+the code of another character."""
 _VERSION = re.compile(r"step-[0-9]+")
-"""Matches the names of folders with the weights of a version."""
+"""Matches the name of a folder with the weights of a version."""
 
 
 def is_version(name: str) -> bool:
@@ -35,8 +36,8 @@ class WeightsAddress:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """The parts of an address. Raises ValueError for an address that some server could read in another way."""
-        if _LETTERS.fullmatch(text) is None:
+        """Splits an address. Raises ValueError for an address that some server or proxy could read in another way."""
+        if _PLAIN_ADDRESS.fullmatch(text) is None:
             raise ValueError(
                 f"{text!r:.200} is no address of weights: it needs http:// or https://, a host, and folders of "
                 "letters, digits and ._~+=,:- without % and backslashes"
@@ -50,12 +51,13 @@ class WeightsAddress:
         port = parts.port  # raises ValueError for a port that is no number, or too large
         if not parts.hostname:
             raise ValueError(f"{text!r:.200} is no address of weights: it names no host")
-        # A dot at the end of a host makes no difference, and neither does the port that the scheme has by default.
+        # Addresses of the same place must be equal. So the dot at the end of a host is left out, and an address without
+        # a port gets the default port of its scheme.
         return cls(parts.scheme, parts.hostname.rstrip("."), port or _PORTS[parts.scheme], folders)
 
     def is_inside(self, root: WeightsAddress) -> bool:
         """True if this address names a folder below `root`, on the same server."""
         if (self.scheme, self.host, self.port) != (root.scheme, root.host, root.port):
             return False
-        size = len(root.folders)
-        return len(self.folders) > size and self.folders[:size] == root.folders
+        depth = len(root.folders)
+        return len(self.folders) > depth and self.folders[:depth] == root.folders

@@ -2,14 +2,15 @@
 
     a delta     a record for each 16 MiB of the files, in order
     a record    the lengths in bytes of the three parts that follow, as uint32, and then the parts, compressed by zlib:
-                gaps    a byte for each changed number: the count of unchanged numbers before it, at most 254.
-                        The byte 255 counts 255 such numbers, and the count continues in the next byte
+                gaps    for each changed number, its gap: the number of unchanged numbers directly before it. A gap
+                        below 255 is one byte. In a longer gap, each byte 255 counts 255 numbers, and the last byte
+                        counts the rest, from 0 to 254
                 low     the low byte of each change from the old bit pattern to the new one
                 high    the high byte of each change
 
 A number has 16 bits, as in bfloat16. Between two steps few numbers change, and nearly all of them by the smallest
-possible step. Changes are coded so that small changes, up or down, are small numbers: 0, -1, 1, -2, … are 0, 1, 2, 3, …
-(zigzag coding).
+possible step. Zigzag coding turns small changes in both directions into small codes: the changes 0, -1, 1, -2, … have
+the codes 0, 1, 2, 3, …
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ import xxhash
 from replay_generator.engines.weights import MANIFEST
 
 FOLDER = "delta"
-"""The subfolder of a version with a delta for each file of weights. A delta has the name of its file."""
+"""The subfolder of a version with a delta for each file of weights. A delta has the same name as the file."""
 BASE = f"{FOLDER}/base.json"
 """The file that names the version from which the deltas start, and the checksums of that version's files."""
 _CHUNK = 16 << 20
-"""The bytes of the files that a record covers."""
+"""The number of bytes of each file that a record covers."""
 _LENGTHS = struct.Struct("<3I")
 """The beginning of a record: the lengths of its three parts."""
 _FASTEST = 1
@@ -61,7 +62,8 @@ def weights_of(checksums: Mapping[str, str]) -> frozenset[tuple[str, str]]:
 def write_deltas(base: Path, folder: Path) -> None:
     """Writes into `folder` the deltas from the version in `base` to the version in `folder`.
 
-    Writes nothing if the files of weights in the two folders have different names or sizes: the models then differ.
+    Writes nothing if the files of weights in the two folders have different names or sizes, because then the models
+    differ.
     """
     sizes = _sizes(folder)
     if _sizes(base) != sizes:
@@ -80,13 +82,14 @@ def write_deltas(base: Path, folder: Path) -> None:
 
 
 def patch(file: Path, delta: Path) -> None:
-    """Applies a delta to a file. Raises ValueError if the delta is damaged. Then the file may be half changed."""
+    """Applies a delta to a file, in place. Raises ValueError if the delta is damaged; the file may then be changed in
+    part."""
     numbers = np.memmap(file, "<u2", "r+", shape=(file.stat().st_size // 2,))  # writes go to the file
     numbers_per_record = _CHUNK // 2
     try:
         with delta.open("rb") as records:
             for start in range(0, numbers.size, numbers_per_record):
-                _change(numbers[start : start + numbers_per_record], records)
+                _apply_record(numbers[start : start + numbers_per_record], records)
     except (IndexError, zlib.error, struct.error) as error:
         raise ValueError(f"a delta for {file.name} is damaged: {error}") from error
 
@@ -97,7 +100,8 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _chunks(file: IO[bytes]) -> Iterator[Words]:
-    """The numbers of a file, in chunks. The last byte of an odd size is left out: if it changes, checksums differ."""
+    """Yields the numbers of a file, in chunks. If the size of the file is odd, its last byte is left out. A change of
+    that byte is not lost: the checksum of the patched file is then wrong, and the whole file is fetched."""
     while data := file.read(_CHUNK):
         yield np.frombuffer(data, "<u2", len(data) // 2)
 
@@ -105,15 +109,16 @@ def _chunks(file: IO[bytes]) -> Iterator[Words]:
 def _record(before: Words, after: Words) -> bytes:
     """The record of the changes between two chunks of equal size. N numbers have changed."""
     positions = np.flatnonzero(before != after)  # (N,)
-    gaps = np.diff(positions, prepend=-1) - 1  # (N,) unchanged numbers before each
-    skips = gaps // 255  # (N,) bytes 255 before the last byte of each gap
-    coded_gaps = np.full(gaps.size + skips.sum(), 255, np.uint8)
-    # The last byte of gap i stands behind the last bytes of i gaps, and behind the bytes 255 of the gaps 0 to i.
-    coded_gaps[np.arange(gaps.size) + skips.cumsum()] = gaps % 255
+    gaps = np.diff(positions, prepend=-1) - 1  # (N,) the number of unchanged numbers before each changed number
+    num_full = gaps // 255  # (N,) the number of bytes 255 before the last byte of each gap
+    coded_gaps = np.full(gaps.size + num_full.sum(), 255, np.uint8)
+    # Before the last byte of gap i stand the last bytes of the i gaps before it, and the bytes 255 of the gaps 0 to i.
+    last_bytes = np.arange(gaps.size) + num_full.cumsum()  # (N,) indices
+    coded_gaps[last_bytes] = gaps % 255
     changes = after[positions] - before[positions]  # (N,) modulo 2^16
-    # The sign moves from the highest bit to the lowest. All other bits of a negative change are inverted, by an XOR
-    # with -1, which in uint16 has all bits set.
-    zigzag = changes << 1 ^ -(changes >> 15)
+    # Zigzag coding moves the sign from the highest bit to the lowest bit, and inverts all other bits of a negative
+    # change. An XOR with -1 inverts them, because -1 has all bits set in uint16.
+    zigzag = (changes << 1) ^ -(changes >> 15)
     low = zigzag.astype(np.uint8)  # modulo 2^8
     high = (zigzag >> 8).astype(np.uint8)
     parts: list[Any] = [coded_gaps, low, high]
@@ -122,14 +127,16 @@ def _record(before: Words, after: Words) -> bytes:
     return _LENGTHS.pack(*lengths) + b"".join(packed)
 
 
-def _change(words: Words, delta: IO[bytes]) -> None:
-    """Applies the next record of `delta` to the chunk `words`."""
+def _apply_record(words: Words, delta: IO[bytes]) -> None:
+    """Applies the next record of `delta` to the chunk `words`. N numbers change."""
     lengths = _LENGTHS.unpack(delta.read(_LENGTHS.size))
     packed = [delta.read(length) for length in lengths]
     coded_gaps, low, high = (np.frombuffer(zlib.decompress(part), np.uint8) for part in packed)
-    ends_gap = coded_gaps != 255  # True for the last byte of each gap, which a changed number follows
-    # (N,) The sum of the gaps 0 to i, plus 1 for each of the changed numbers 0 to i, counts all numbers up to the
-    # changed number i, which is included. Its position is one less.
-    positions = np.cumsum(coded_gaps + ends_gap, dtype=np.int64)[ends_gap] - 1
-    zigzag = low | high.astype(np.uint16) << 8
-    words[positions] += zigzag >> 1 ^ -(zigzag & 1)  # the change, modulo 2^16
+    is_last = coded_gaps != 255  # True for the last byte of each gap
+    # Each byte counts unchanged numbers, and the last byte of a gap also counts the changed number behind the gap. So
+    # the running sum at the last byte of gap i is the count of all numbers up to and including changed number i.
+    counts = np.cumsum(coded_gaps + is_last, dtype=np.int64)[is_last]  # (N,)
+    positions = counts - 1
+    zigzag = low | (high.astype(np.uint16) << 8)
+    changes = (zigzag >> 1) ^ -(zigzag & 1)  # (N,) modulo 2^16
+    words[positions] += changes

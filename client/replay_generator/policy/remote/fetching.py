@@ -6,9 +6,10 @@
 
 * Each generator uses the first folder that no other generator uses. Thus several generators may share a
   `weights_cache`, and a generator that is restarted finds the versions of its last run.
-* A folder keeps the two versions that were fetched last: the engine may still have the older one.
+* A folder keeps the two versions that were fetched last, because the engine may still have the older one.
 * A file that was made by deltas must have the checksum that the trainer wrote for the whole file. Whole files are
-  fetched if a checksum differs, if a delta is missing, or if no deltas lead from a version here to the newest version.
+  fetched if a checksum differs, if a delta is missing, or if no deltas lead from a version on this machine to the
+  newest version.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class WeightsAwayError(ReplayError):
 
 
 def is_remote(location: str) -> bool:
-    """True if generators fetch the weights of a policy over HTTP. Otherwise they read a folder."""
+    """True if `location` is an HTTP address, from which generators fetch weights. Otherwise it is a folder."""
     return location.startswith(("http://", "https://"))
 
 
@@ -77,18 +78,20 @@ class Fetcher:
         self._config = config
         self._stats = stats
         self._newest: Path | None = None
-        """The folder of the version that was fetched last."""
-        self._own: Path | None = None
-        """The folder that only this generator uses."""
-        self._lock: IO[str] | None = None  # locked as long as this object lives
+        """The folder of the version that was fetched last; None: this object has fetched no version."""
+        self._own_cache: Path | None = None
+        """The folder in the cache that only this generator uses; None until the first fetch."""
+        self._lock: IO[str] | None = None
+        """The lock file of `_own_cache`, which stays locked as long as this object lives."""
         self._has_warned = False
         """True after the warning that a version was fetched whole."""
 
     def folder_of(self, location: str) -> str:
-        """A folder on this machine with the weights at a remote location.
+        """Fetches the weights at a remote location. Returns the folder on this machine that then holds them.
 
-        Raises WeightsNotAllowedError without weights_cache, weights_root or the right token, for an address outside of
-        weights_root, and if the token would be sent unencrypted to another machine. Raises WeightsAwayError if the
+        Raises WeightsNotAllowedError if weights_cache or weights_root is not set, if the address is outside of
+        weights_root, if the token would go unencrypted to another machine, if the server refuses the token, or if it
+        redirects. Raises WeightsAwayError if the weights cannot be fetched for another reason, for example because the
         server does not answer, or answers with other bytes than the trainer wrote.
         """
         location = location.rstrip("/")
@@ -103,31 +106,31 @@ class Fetcher:
         except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
             host = urlsplit(location).hostname or ""
             scheme = location.partition(":")[0]
-            # The environment variables that name a proxy: a proxy may be the reason of the failure.
+            # A proxy may be the reason for the failure. One of these environment variables then names it.
             variables = [f"{scheme}_proxy", "all_proxy", f"{scheme}_proxy".upper(), "ALL_PROXY"]
             remedy = proxy_remedy(host, variables)
-            raise WeightsAwayError(
-                f"{location} cannot be fetched: {str(error) or type(error).__name__}{remedy}"
-            ) from error
+            reason = str(error) or type(error).__name__
+            raise WeightsAwayError(f"{location} cannot be fetched: {reason}{remedy}") from error
 
     def _check_allowed(self, location: str) -> None:
-        """Raises WeightsNotAllowedError unless the generator's own user has allowed this address.
+        """Raises WeightsNotAllowedError unless the address is inside of weights_root, and the token may be sent there.
 
-        The address must also be one to which the token may be sent.
+        Any client that may write to the replay server can set the address of the weights. But weights_root is set by
+        the generator's own user.
         """
-        root = self._config.weights_root
+        config = self._config
+        root = config.weights_root
         remedy = "If they are the trainer's, start it with the address before /step-N as --weights-root"
         if root is None:
             raise WeightsNotAllowedError(
                 f"the weights are at {location!r:.200}, and this generator fetches only from --weights-root, which is "
                 f"not set. {remedy}"
             )
-        config = self._config
         try:
             address = WeightsAddress.of(location)
             is_inside = is_remote(str(root)) and address.is_inside(WeightsAddress.of(str(root)))
             if config.weights_token_file is not None:
-                # Raises ValueError if the token would go unencrypted to another machine, and this is not allowed.
+                # Raises ValueError if the token would go unencrypted to another machine, unless the user allows this.
                 check_token_way(
                     f"{address.host}:{address.port}",
                     is_encrypted=address.scheme == "https",
@@ -144,8 +147,11 @@ class Fetcher:
             )
 
     def _own_folder(self, cache: Path) -> Path:
-        """The first folder in `cache` that no other generator uses. It stays locked while this generator lives."""
-        if self._own is None:
+        """Returns the folder in `cache` that only this generator uses.
+
+        The first call chooses the first folder that no other generator uses, and locks it while this object lives.
+        """
+        if self._own_cache is None:
             cache.mkdir(parents=True, exist_ok=True)
             for number in itertools.count():
                 lock = (cache / f"{number}.lock").open("w")
@@ -158,16 +164,16 @@ class Fetcher:
                     lock.close()
                     raise
                 self._lock = lock
-                self._own = cache / f"{number}"
+                self._own_cache = cache / f"{number}"
                 break
-        assert self._own is not None
-        self._own.mkdir(exist_ok=True)
-        return self._own
+        assert self._own_cache is not None
+        self._own_cache.mkdir(exist_ok=True)
+        return self._own_cache
 
     def _fetch(self, location: str, cache: Path) -> Path:
-        """Fetches a version into `cache`. Returns the folder of the version.
+        """Fetches the version at `location` into `cache`. Returns the folder of the version.
 
-        Removes all other versions but the one that was fetched before.
+        Then removes from `cache` all other versions except the one that was fetched before.
         """
         manifest = b"".join(self._read(f"{location}/{MANIFEST}"))
         wanted = json.loads(manifest)["checksums"]
@@ -178,41 +184,45 @@ class Fetcher:
             checksums = json.loads(path.read_text())["checksums"]
             held[weights_of(checksums)] = Held(path.parent, checksums)
         try:
-            base, steps = self._way(location, wanted, held)
+            base, steps = self._find_deltas(location, wanted, held)
             self._get_files(part, location, wanted, base, steps)
         except (FileNotFoundError, ValueError, LookupError) as error:  # a delta is missing or damaged
-            if held and not self._has_warned:  # without a version here, deltas cannot be used, which is usual
+            # If no version is on this machine, no delta can be used. That is usual, and needs no warning.
+            if held and not self._has_warned:
                 why = "is fetched whole, because no delta makes it of what is here"
                 logger.warning("%s %s: %s (said once)", location, why, error)
                 self._has_warned = True
-            self._get_files(part, location, wanted, None, ())
+            self._get_files(part, location, wanted, base=None, steps=())
         (part / MANIFEST).write_bytes(manifest)
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
         for path in list(cache.iterdir()):
-            if path not in (folder, self._newest):  # the engine may still have the version before
+            # `_newest` is still the version that was fetched before. The engine may still have it.
+            if path not in (folder, self._newest):
                 shutil.rmtree(path, ignore_errors=True)
         self._newest = folder
         return folder
 
-    def _way(self, location: str, wanted: Checksums, held: Mapping[Any, Held]) -> tuple[Held, list[str]]:
-        """A version on this machine, and the locations of the deltas that lead from this version to the wanted one.
+    def _find_deltas(self, location: str, wanted: Checksums, held: Mapping[Any, Held]) -> tuple[Held, list[str]]:
+        """Finds a version on this machine from which deltas lead to the wanted version.
 
-        The oldest delta is first. `location`: the location of the wanted version. `wanted`: its checksums. `held`: the
-        versions on this machine, by `weights_of`. Raises FileNotFoundError if no deltas lead from any of them to the
-        wanted version, and ValueError if the deltas lead in a circle.
+        Returns this version, and the locations of the versions that have the deltas, the oldest first. `location`: the
+        location of the wanted version. `wanted`: the checksums of its files. `held`: the versions on this machine, by
+        `weights_of`. Raises FileNotFoundError if no deltas lead from any of these to the wanted version, and ValueError
+        or LookupError if a description of deltas is damaged, for example if deltas lead in a circle.
         """
-        # Goes back from the wanted version, delta by delta, until it comes to a version that is on this machine.
+        # Go back from the wanted version, delta by delta, to a version that is on this machine.
+        versions_url = location.rpartition("/")[0]
         steps: list[str] = []
         weights = weights_of(wanted)
         while weights not in held:
             base = b"".join(self._read(f"{location}/{BASE}"))
-            before = json.loads(base)  # the version before, from which the deltas at `location` start
+            before = json.loads(base)  # describes the version from which the deltas at `location` start
             steps.insert(0, location)
             if not is_version(str(before["version"])):
                 raise ValueError(f"{location}/{BASE} names the version {before['version']!r:.80}")
-            location = f"{location.rpartition('/')[0]}/{before['version']}"
-            if location in steps:  # a damaged file: without this check the loop would never end
+            location = f"{versions_url}/{before['version']}"
+            if location in steps:  # a file is damaged; without this check the loop would never end
                 raise ValueError(f"the deltas of {steps[-1]} start from one another")
             weights = weights_of(before["checksums"])
         return held[weights], steps
@@ -222,15 +232,17 @@ class Fetcher:
     ) -> None:
         """Writes the files of the version at `location` into `folder`.
 
-        `wanted`: the checksums of these files. `base`: a version on this machine. Its weights are copied and changed by
-        the deltas at `steps`, and its other files are copied if they are the same. All further files are downloaded;
-        `base` None: all files. Raises ValueError if a file has other bytes than the trainer wrote.
+        `wanted`: the checksums of these files. `base`: a version on this machine; None: all files are downloaded. The
+        weights are copied from `base`, and changed by the deltas of the versions at `steps`. A file without weights is
+        copied from `base` if the file is the same there, and downloaded otherwise. Raises ValueError if a file then has
+        other bytes than the trainer wrote.
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         delta = folder / ".delta"
         for name in wanted:
-            # Leaves out deltas, the file that only a resume needs, and names that would lead out of the folder.
+            # Leave out the deltas (in a subfolder), the file that only a resume of the training needs (trainer.pt), and
+            # names that would lead out of the folder.
             if "/" in name or name in ("trainer.pt", ".", ".."):
                 continue
             file = folder / name
@@ -256,7 +268,7 @@ class Fetcher:
         """Yields the bytes at an address, in pieces. The request is sent when the first piece is asked for.
 
         Raises FileNotFoundError if there is no such file, WeightsNotAllowedError if the server refuses the token or
-        redirects, and OSError or HTTPException for other failures.
+        redirects, ValueError if the token's file cannot be read, and OSError or HTTPException for other failures.
         """
         config = self._config
         request = Request(url)
@@ -290,8 +302,8 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def _opener(url: str, tls: ssl.SSLContext) -> OpenerDirector:
-    """An opener as `urlopen` uses it, but without redirects, and without a proxy for addresses of a private network."""
+    """An opener like that of `urlopen`, which refuses redirects, and uses no proxy for hosts of a private network."""
     handlers: list[BaseHandler] = [HTTPSHandler(context=tls), _NoRedirects()]
     if is_near(urlsplit(url).hostname or ""):
-        handlers.append(ProxyHandler({}))  # no proxies, in the place of those that the environment names
+        handlers.append(ProxyHandler({}))  # no proxies; without this handler, those that the environment names
     return build_opener(*handlers)

@@ -1,4 +1,4 @@
-"""Environments of other packages as sources of rollouts."""
+"""Environments: loads environments of other packages, which make the rollouts of a generator."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def load_environment(
     source: str, args: str | Mapping[str, Any] | None = None, config: GeneratorConfig | None = None
 ) -> VerifiersEnvironment:
-    """Loads an environment. `source`: its package and its name, as "verifiers:NAME".
+    """Loads an environment. `source`: "verifiers:NAME", with the name of an environment of the package `verifiers`.
 
     `args`: the arguments of the environment, as a mapping or as JSON; None: no arguments. `config`: the settings of the
-    generator, which bound each rollout (`max_session_turns`, `max_session_bytes`); None: the defaults.
+    generator, of which `max_session_turns` and `max_session_bytes` bound each rollout; None: the defaults.
 
     Raises ValueError if the name or the arguments are wrong, or if the environment cannot be loaded.
     """

@@ -1,9 +1,11 @@
 """ChatHarness: lets a policy answer the messages of a `verifiers` task, without tools and without another process.
 
-A harness of `verifiers` is the program that asks a policy on behalf of a task. The harnesses that come with `verifiers`
-start a process for each rollout. ChatHarness does the same work in the process of the generator, for tasks without
-tools. `verifiers` finds a harness by the name of a module. Therefore import ChatHarness in the module of the taskset,
-or in a module beside it:
+A harness of `verifiers` is the program that sends the messages of a task to a policy. The harnesses that come with
+`verifiers` start a process for each rollout. ChatHarness does the same work in the process of the generator, but only
+for tasks without tools.
+
+`verifiers` finds a harness by the name of a module. Therefore import ChatHarness in the module of the taskset, or in a
+module beside it:
 
     from replay_generator.rollouts.environments.chat_harness import ChatHarness
 
@@ -24,13 +26,14 @@ class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
-    """Asks the policy once for each turn of the user."""
+    """Sends one request to the policy for each turn of the user."""
 
-    # These flags tell `verifiers` what the harness does.
+    # These flags tell `verifiers` what the harness does and needs.
     APPENDS_SYSTEM_PROMPT = True
     """True: the system prompt is a message of its own, and not a part of the user's prompt."""
     SUPPORTS_RESUME = True
-    """True: after the next turn of the user, `verifiers` calls `launch` again, with all messages so far as prompt."""
+    """True: after each further turn of the user, `verifiers` calls `launch` again, with all messages so far as
+    prompt."""
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -46,10 +49,13 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
     ) -> Any:
         """Sends one request with the prompt of a task to the policy. `verifiers` calls this method.
 
-        `endpoint` and `secret`: the base URL of the policy, and its API key. `data`: the data of the task. Returns the
-        result in the form of a program that has ended, with exit code 1 if the request was refused.
+        `endpoint` and `secret`: the base URL of the policy, and its API key. `data`: the data of the task.
+
+        Returns what `verifiers` expects of a program that has ended: exit code 0, or 1 if the policy refused the
+        request.
         """
-        system, prompt = self.resolve_prompt(data)  # each may be missing; a prompt is a text or a list of messages
+        # Each of the two may be missing. The prompt is a text or a list of messages.
+        system, prompt = self.resolve_prompt(data)
         messages = []
         if system:
             messages.append({"role": "system", "content": system})
@@ -57,13 +63,14 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
-        # The endpoint is an address of `verifiers` on this machine. No proxy could reach this address (`trust_env`),
-        # and it has no certificate to check. The time limit of the whole rollout also bounds this request.
+        # The endpoint is an address of `verifiers` on this machine. So there is no certificate to check (`verify`), and
+        # the proxy that the environment variables may name must not be used (`trust_env`), because it could not reach
+        # this address. The request needs no time limit of its own, because the whole rollout has one (`timeout`).
         async with httpx.AsyncClient(
             timeout=None, verify=False, trust_env=False, headers={"Authorization": f"Bearer {secret}"}
         ) as client:
-            # The text of the answer is not read here, because `verifiers` writes it into the trace. There it also
-            # writes the reason of a refusal.
+            # The answer of the policy is not read here, because `verifiers` writes it into the trace of the rollout. If
+            # the policy refuses the request, `verifiers` writes the reason into the trace, too.
             response = await client.post(
                 f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}
             )

@@ -1,14 +1,14 @@
 """Conversation: messages as the chat template renders them, and the tokens between two turns of the policy.
 
 The turns of the policy stay the token ids that the policy drew. Only the tokens between two of its turns are made from
-text: the template renders the conversation with a mark in the place of each turn of the policy, and the text behind the
-last mark is tokenized by itself.
+text. For them, the template renders the conversation with a mark in the place of each turn of the policy, and the text
+behind the last mark is tokenized by itself.
 
 Some templates change earlier turns when the conversation goes on, for example by leaving out their thoughts. A model
-trained with such a template would read other texts in use than it read in training. Therefore each rendering must begin
-with the rendering before it. This is checked twice: with marks in the place of the policy's turns, and with the text of
-these turns. In the second check white space may differ: templates trim it, but the sequence has the policy's own tokens
-in any case.
+trained with such a template would read other text in use than it read in training. Therefore each rendering must begin
+with the rendering of the conversation before it. This is checked twice: with marks in the place of the policy's turns,
+and with the text of these turns. In the second check white space may differ, because templates trim it. This does no
+harm, because the sequence has the tokens that the policy drew, and not the trimmed text.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from replay_generator.engines import text_of
 from replay_generator.prompts.chat import ChatError, Message, render, rendered_ids
 from replay_generator.rollouts.rollout import RolloutError, Task
 
-_THINKS = "<think>"
+_THOUGHTS_BEGIN = "<think>"
 """The text at the beginning of thoughts."""
-_THOUGHT = "</think>"
+_THOUGHTS_END = "</think>"
 """The text at the end of thoughts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Conversation:
-    """Messages up to the point where the policy has to write. Conversations are immutable: `go_on` makes the next one.
+    """Messages up to the point where the policy has to write. Conversations are immutable, so `go_on` makes a new one.
 
     A conversation holds only its new messages, and refers to the conversation before it. Therefore many turns take no
     more memory than their text.
@@ -89,15 +89,15 @@ class Conversation:
     def begin(
         cls, task: Task, messages: Sequence[Message], tools: Sequence[Any] = (), *, ended: bool = False
     ) -> tuple[Conversation, list[int]]:
-        """A conversation in which the policy has written nothing yet, and the tokens that the policy continues.
+        """Returns a conversation in which the policy has written nothing yet, and the tokens that the policy continues.
 
         If the last message is a message of the assistant, the first turn of the policy continues the text of this
-        message. `ended` True: the last message is complete, and the policy takes another turn behind it. Raises
-        RolloutError if the chat template is missing or refuses the messages.
+        message. With `ended`, the last message is complete in any case, and the policy takes a new turn behind it.
+        Raises RolloutError if the chat template is missing or refuses the messages.
         """
         if not getattr(task.tokenizer, "chat_template", None):
             raise RolloutError("a conversation needs a model whose tokenizer has a chat template")
-        # With the text of a last message that is continued. `rendered` below is the same without this text.
+        # If the policy continues the last message, `whole` ends with the text of this message. `rendered` does not.
         whole = _render(task, messages, tools, ended=ended)
         opening = tuple(messages)
         is_continued = opening[-1]["role"] == "assistant" and not ended
@@ -117,22 +117,22 @@ class Conversation:
         return begun, begun._tokens(whole)
 
     def go_on(self, text: str, last_token: int, following: Sequence[Message]) -> tuple[Conversation, list[int]]:
-        """The conversation after a turn of the policy and the `following` messages, and the tokens between this turn
-        and the next turn of the policy.
+        """Returns the conversation after a turn of the policy and the `following` messages, and the tokens between this
+        turn and the next turn of the policy.
 
         `text`: the turn as text. `last_token`: the last token of the turn. If `following` is empty, the policy takes
         one more turn. Raises RolloutError if the template changes or leaves out what the policy wrote.
         """
-        text = f"{self.words}{text}"  # `words` is the beginning of the message that the turn has continued
+        turn_text = f"{self.words}{text}"  # `words` is the beginning of the message that the turn has continued
         earlier = self.messages
         earlier_marked = self.marked
-        mark = self._mark_of(text)
-        turn = {"role": "assistant", "content": mark}
+        mark = self._mark_of(turn_text)
+        marked_turn = {"role": "assistant", "content": mark}
         if following and following[0]["role"] == "tool" and self.before is None:
-            # To save time, only an answer to the first turn is checked: the template is the same for all turns.
-            self._check_tool_answer([*earlier_marked, turn], following[0])
+            # To save time, only the answer to the first turn is checked, because all turns have the same template.
+            self._check_tool_answer([*earlier_marked, marked_turn], following[0])
         # The first check: with marks in the place of the policy's turns. `ended`: the policy takes a new turn next.
-        rendered = _render(self.task, (*earlier_marked, turn, *following), self.tools, ended=True)
+        rendered = _render(self.task, (*earlier_marked, marked_turn, *following), self.tools, ended=True)
         rendered_earlier = self.rendered
         expected_start = rendered_earlier + mark
         if not rendered.startswith(expected_start):
@@ -141,28 +141,29 @@ class Conversation:
                 "read what it never wrote: use a template that keeps all turns as they are"
             )
         # The second check: with the text of the policy's turns.
-        new_messages = ({"role": "assistant", "content": text}, *following)
-        whole = (*earlier, *new_messages)
-        text_so_far = _render(self.task, earlier, self.tools, ended=True) + text
-        whole_text = _render(self.task, whole, self.tools, ended=True)
+        new_messages = ({"role": "assistant", "content": turn_text}, *following)
+        all_messages = (*earlier, *new_messages)
+        text_so_far = _render(self.task, earlier, self.tools, ended=True) + turn_text
+        whole_text = _render(self.task, all_messages, self.tools, ended=True)
         if not _without_space(whole_text).startswith(_without_space(text_so_far)):
             raise RolloutError(
                 "the chat template leaves out or changes what the policy wrote in an earlier turn, for example its "
                 "thoughts: use a template that keeps all turns as they are, or a hook of your own that begins a new "
                 "RolloutSequence for each turn"
             )
-        # The template writes the token that ends the turn, and the policy may have drawn this token already.
+        # The template writes the token that ends the turn. If the policy has drawn this token already, it must not come
+        # twice, so it is removed from the text behind the mark.
         ending = text_of(self.task.tokenizer, [last_token])
-        # The text behind the mark, without the end of the turn if the turn has this token already.
-        between = self._tokens(rendered.removeprefix(expected_start).removeprefix(ending))
+        behind_mark = rendered.removeprefix(expected_start)
+        between = self._tokens(behind_mark.removeprefix(ending))
         conversation = Conversation(
             task=self.task,
             tools=self.tools,
             before=self,
             new_messages=new_messages,
-            new_marked=(turn, *following),
+            new_marked=(marked_turn, *following),
             new_rendered=rendered[len(rendered_earlier) :],
-            size=len(whole),
+            size=len(all_messages),
         )
         assert conversation.size == self.size + len(new_messages), (conversation.size, self.size, len(new_messages))
         return conversation, between
@@ -171,16 +172,16 @@ class Conversation:
         """The mark in the place of a turn with this text.
 
         No text contains such a mark by chance, and no template changes a mark. Some templates move thoughts to another
-        place, or leave them out. Therefore a turn with thoughts gets a mark that has thoughts too.
+        place, or leave them out. So that the checks notice this, the mark of a turn with thoughts has thoughts too.
         """
         unique = f"{self.size}-{id(self)}"
         mark = f"[turn-{unique}]"
-        if _THOUGHT not in text:
+        if _THOUGHTS_END not in text:
             return mark
-        marked_turn = f"[thought-{unique}]\n{_THOUGHT}\n\n{mark}"
-        if _THINKS in text:  # otherwise the template itself has begun the thoughts
-            return f"{_THINKS}\n{marked_turn}"
-        return marked_turn
+        mark_with_thoughts = f"[thought-{unique}]\n{_THOUGHTS_END}\n\n{mark}"
+        if _THOUGHTS_BEGIN in text:  # otherwise the template itself has begun the thoughts
+            return f"{_THOUGHTS_BEGIN}\n{mark_with_thoughts}"
+        return mark_with_thoughts
 
     def _check_tool_answer(self, messages: Sequence[Message], answer: Message) -> None:
         """Raises RolloutError if the template leaves out an answer of a tool behind these messages."""

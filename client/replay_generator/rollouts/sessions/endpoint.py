@@ -4,12 +4,12 @@
 
 * The end of a path decides which function answers. Clients differ in what they write before this end: nothing, /v1, or
   /v1 twice.
-* An answer is sent when the policy has written all of it. Until then the server sends comments on a stream, so that the
-  connection stays open.
+* An answer is sent when the policy has written all of it. If the client asked for a stream, the server sends comments
+  until then, so that the connection stays open.
 * After a failure the client gets an HTTP status, and a body in the form of the protocol. If a stream has begun, the
   failure is the last event of the stream.
-* If a client hangs up, the policy goes on writing its turn: the client may send the request again, and then gets the
-  answer. Only the end of the session ends turns.
+* If a client hangs up, the policy goes on writing the turn, because the client may send the request again. The client
+  then gets the answer. Only the end of the session ends turns.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ _QUIET_S = 10.0
 
 
 class _AtDebug(logging.LoggerAdapter[logging.Logger]):
-    """A logger for aiohttp. It logs at level DEBUG what aiohttp logs as exceptions: bytes that are no request.
+    """A logger for aiohttp that logs exceptions at level DEBUG.
 
-    Anybody can send such bytes, as often as they like, and would fill the log with errors.
+    aiohttp logs an exception for bytes that are no request. Anybody can send such bytes as often as they like. At level
+    ERROR, they would fill the log.
     """
 
     def exception(self, msg: object, *args: object, **options: Any) -> None:
@@ -83,7 +84,7 @@ async def _faults(request: web.Request, handler: Callable[[web.Request], Awaitab
     """Answers a request whose handler raises an error, and counts the refusal. Logs errors of this server."""
     try:
         return await handler(request)
-    except web.HTTPException as error:  # aiohttp makes the answer of this error
+    except web.HTTPException as error:  # aiohttp turns this error into an answer
         request.config_dict[_REFUSALS].count(error.status, error.text or error.reason)
         raise
     except ConnectionError:  # the client has hung up, so nobody can be answered
@@ -106,7 +107,7 @@ class _Line:
         """True once an agent has taken the session."""
         self.under_way = 0
         """The number of requests that are being answered, or wait."""
-        self.asked_at = time.monotonic()
+        self.silent_since = time.monotonic()
         """The time at which the last request was answered. Before the first request: the time at which an agent took
         the session."""
         self._turns = asyncio.Semaphore(_MOST)
@@ -119,14 +120,15 @@ class _Line:
     def take(self) -> None:
         """Notes that an agent has taken the session."""
         self.is_taken = True
-        self.asked_at = time.monotonic()
+        self.silent_since = time.monotonic()
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[None]:
-        """Surrounds the answering of a request of `size` bytes. Before the block begins, the request waits in line.
-        Raises Refusal if the line is full."""
+        """Waits until a request of `size` bytes may be answered. The block then answers the request. Raises Refusal if
+        the line is full."""
         is_full = self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES
-        if self._turns.locked() and is_full:  # not locked: the request need not wait, whatever its size
+        must_wait = self._turns.locked()
+        if must_wait and is_full:
             why = f"the session has {_MOST} requests under way, and {self._waiting} wait: wait for an answer"
             raise Refusal(why, status=429)
         self.under_way += 1
@@ -140,13 +142,13 @@ class _Line:
                 self._turns.release()
         finally:
             self.under_way -= 1
-            self.asked_at = time.monotonic()
+            self.silent_since = time.monotonic()
 
     async def _acquire(self, size: int) -> None:
-        """Waits until a request of `size` bytes may be answered."""
+        """Waits until a request of `size` bytes may be answered, and then no longer counts it as waiting."""
         try:
             await self._turns.acquire()
-        finally:  # if the waiting was cancelled, the request waits no longer either
+        finally:  # also after a wait that was cancelled, because then the request no longer waits either
             self._waiting -= 1
             self._waiting_bytes -= size
 
@@ -170,7 +172,7 @@ class SessionServer(Watch):
         default has room for a million tokens. `posted`: paths of a session that are served besides those of OpenAI and
         Anthropic."""
         self._posted = (*posted, *_POSTED)
-        """All paths of a session to which a client sends POST. The first entry that fits a request decides."""
+        """All paths of a session to which a client may send POST. The first entry that fits a request decides."""
         self.app = web.Application(client_max_size=largest, middlewares=[self._answering, _faults])
         """The application. A subclass may add routes before the server is entered."""
         self.app[_REFUSALS] = Refusals()
@@ -182,15 +184,16 @@ class SessionServer(Watch):
         self._sessions: dict[str, tuple[Session, _Line]] = {}
         """The open sessions, each with the line of its requests, by the id of the session."""
         self._connections: Connections | None = None
-        """The listening address; None: the server is not entered yet."""
+        """Accepts connections at the address of the server; None: the server is not entered yet."""
         self._runner = web.AppRunner(self.app, access_log=None, shutdown_timeout=1.0, logger=_AtDebug(logger, {}))
-        """Makes aiohttp's protocol for each connection. Connections does the listening. At the end of the server,
-        requests under way have one more second."""
+        """Makes aiohttp's protocol for each connection that `_connections` accepts. When the server ends, requests
+        under way have one more second."""
 
     async def __aenter__(self) -> SessionServer:
         """Starts the server. Raises OSError if its address is not available."""
-        # These routes come last: they fit every path, and a subclass has added its own routes before. The second one
-        # fits paths without a session, which `_serve` refuses.
+        # These routes are added here, and not in `__init__`, because the first route that fits decides and these fit
+        # every path: the routes of a subclass must come before them. The second route fits paths without a session,
+        # which `_serve` refuses.
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
         self.app.router.add_route("*", "/{rest:.*}", self._serve)
         await self._runner.setup()
@@ -234,7 +237,7 @@ class SessionServer(Watch):
         """
         lines = [line for _, line in self._sessions.values()]
         taken = [line for line in lines if line.is_taken]
-        silent = [line for line in taken if not line.under_way]  # these sessions wait for their agent
+        silent = [line for line in taken if not line.under_way]  # these sessions wait for a request of their agent
         facts: dict[str, Any] = {
             "open": len(lines),
             "nobody": len(lines) - len(taken),
@@ -242,8 +245,8 @@ class SessionServer(Watch):
             "agent": len(silent),
         }
         if silent:
-            seconds = time.monotonic() - min(line.asked_at for line in silent)
-            facts["silent"] = 10 * int(seconds / 10)
+            longest = time.monotonic() - min(line.silent_since for line in silent)
+            facts["silent"] = 10 * int(longest / 10)
         return {"sessions": json.dumps(facts | self.app[_REFUSALS].facts())}
 
     def open(self, session: Session) -> str:
@@ -278,9 +281,9 @@ class SessionServer(Watch):
                 # An agent whose request fails because of the fault may raise any error.
                 raise session.fault from error
             refusal = session.last_refusal
-            # An agent whose request was refused often ends without a result: then the refusal is the real reason.
-            may_add = isinstance(error, RolloutError) and refusal is not None and refusal not in str(error)
-            if not may_add:
+            # An agent whose request was refused often ends without a result. Then the refusal is the real reason.
+            must_add = isinstance(error, RolloutError) and refusal is not None and refusal not in str(error)
+            if not must_add:
                 raise
             why = f"{error}; the last request that was refused: {refusal}"
             raise RolloutError(why).with_traceback(error.__traceback__) from error
@@ -301,7 +304,8 @@ class SessionServer(Watch):
                     raise Refusal("the client has hung up while its request waited", status=410)
                 return await work(dialect, session, request, raw)
         except Exception as error:
-            # Only POST requests ask the policy, so the session remembers the refusals of these alone.
+            # The session remembers only the refusals of POST requests, because other requests ask nothing of the
+            # policy.
             asked_session = session if request.method == "POST" else None
             refusal = _refusal(request, error, asked_session)
             headers = {"Retry-After": "1"} if refusal.status == 429 else None
@@ -317,15 +321,16 @@ PostedPath = tuple[str, Dialect, Work]
 async def _answer(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     """Answers a request with a turn of the policy, as a body or as a stream."""
     key = request.headers.get("Idempotency-Key", "")
-    # The clients of OpenAI and Anthropic count their attempts in this header.
-    may_be_repeated = bool(key) or request.headers.get("x-stainless-retry-count", "0") != "0"
+    # In this header, the clients of OpenAI and Anthropic count how often they have repeated the request.
+    is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+    may_be_repeated = bool(key) or is_retry
     ask, body = await _ask(dialect, session, raw)
     size = len(raw)
-    # Requests with equal digests are the same request: they have the same path, key and body.
-    head = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
-    digest = await worked(size, partial(_digest_of, head, raw))
-    # `asyncio.wait` below waits for this task without cancelling it. Between two waits, comments are written. If the
-    # client hangs up, only this handler is cancelled.
+    # Requests with the same path, key and body have equal digests, and count as one request.
+    path_and_key = b"\n".join([dialect.path.encode(), key.encode(errors="surrogatepass"), b""])
+    digest = await worked(size, partial(_digest_of, path_and_key, raw))
+    # A task of its own: if this handler ends or is cancelled early, the task goes on, because `asyncio.wait` does not
+    # cancel what it waits for.
     drawing = asyncio.ensure_future(session.ask(ask, digest, may_be_repeated))
     streams = bool(body.get("stream"))
     content_type = "text/event-stream" if streams else "application/json"
@@ -340,12 +345,13 @@ async def _answer(dialect: Dialect, session: Session, request: web.Request, raw:
         data = await worked(size, lambda: _answered(dialect, answer, body))
     except Exception as error:
         has_begun = response.prepared  # True: the client has the status 200 and the beginning of the stream already
-        if not has_begun:  # `_serve` answers with a status and a body
+        if not has_begun:  # then `_serve` answers with a status and a body
             raise
         refusal = _refusal(request, error, session)
-        await _written(request, response, _event(dialect.error(refusal)), is_all=True)
+        last_event = _event(dialect.error(refusal))
+        await _written(request, response, last_event, is_end=True)
     else:
-        is_read = await _written(request, response, data, is_all=True)
+        is_read = await _written(request, response, data, is_end=True)
         if is_read:
             session.delivered(answer)
     return response
@@ -358,13 +364,14 @@ async def _count(dialect: Dialect, session: Session, request: web.Request, raw: 
 
 
 async def _models(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
-    """Answers with the list of models: the policy alone."""
+    """Answers with the list of models, which has only the policy."""
     return web.json_response({"object": "list", "data": [_card(session, MODEL)]})
 
 
 async def _model(dialect: Dialect, session: Session, request: web.Request, raw: bytes) -> web.StreamResponse:
     """Answers with the description of one model. Every name stands for the policy."""
-    return web.json_response(_card(session, request.path.rstrip("/").rpartition("/models/")[2]))
+    _, _, name = request.path.rstrip("/").rpartition("/models/")
+    return web.json_response(_card(session, name))
 
 
 def _card(session: Session, name: str) -> dict[str, Any]:
@@ -374,7 +381,7 @@ def _card(session: Session, name: str) -> dict[str, Any]:
         "object": "model",
         "created": 0,
         "owned_by": "replay",
-        "max_model_len": session.task.max_length - 1,  # room for at least one token of the policy
+        "max_model_len": session.task.max_length - 1,  # the longest prompt that leaves room for a token of the policy
     }
 
 
@@ -416,7 +423,7 @@ def _work_of(request: web.Request, posted: Sequence[PostedPath]) -> tuple[Dialec
 
 
 def _digest_of(*parts: bytes) -> bytes:
-    """The digest of all parts, one behind the other."""
+    """The SHA-256 digest of the parts, joined without separators."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -424,23 +431,25 @@ def _digest_of(*parts: bytes) -> bytes:
 
 
 async def _ask(dialect: Dialect, session: Session, raw: bytes) -> tuple[Ask, dict[str, Any]]:
-    """The request as an Ask, and its body as an object. `raw`: the body. Raises Refusal."""
+    """The request as an Ask, and its body as an object. `raw`: the body, as JSON. Raises Refusal."""
     return await worked(len(raw), lambda: _parsed(dialect, session.answers, session.task.max_length, raw))
 
 
 def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: bytes) -> tuple[Ask, dict[str, Any]]:
-    """The request as an Ask, and its body as an object. `answers`: the earlier answers of the session. Raises Refusal.
+    """The request as an Ask, and its body as an object. `raw`: the body, as JSON. `answers`: the earlier answers of the
+    session. `max_length`: the most tokens of a sequence in the engine. Raises Refusal.
 
     If the request is large, this function runs in a thread.
     """
 
     def read(body: dict[str, Any]) -> tuple[Ask, dict[str, Any]]:
-        """The Ask of a body, and the body. `parsed` calls this once it has checked the size of the body."""
+        """The Ask of a body, and the body. `parsed` calls this function after it has checked the body."""
         if isinstance(dialect, Responses):
             ask = dialect.ask(body, answers)
         else:
             ask = dialect.ask(body)
-        # A trial with an empty answer: a request to which no answer can be written is refused before a turn is drawn.
+        # Tries to write an empty answer, so that a request to which no answer can be written is refused before a turn
+        # is drawn.
         _answered(dialect, _EMPTY, body)
         return replace(ask, size=len(raw)), body
 
@@ -448,17 +457,18 @@ def _parsed(dialect: Dialect, answers: Sequence[Answer], max_length: int, raw: b
 
 
 def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any]], T]) -> T:
-    """The result of `read` for the body of a request. `raw`: the body, as JSON. `path`: the path, for error messages.
-    `max_length`: the most tokens of a sequence in the engine. `read` gets the body as an object.
+    """Parses the body of a request, calls `read` with it, and returns the result.
 
-    Raises Refusal for a body that is too large, or that is no request for this path.
+    `raw`: the body, as JSON. `path`: the path, for error messages. `max_length`: the most tokens of a sequence in the
+    engine. `read` gets the body as an object. Raises Refusal for a body that is too large, or that is no request for
+    this path.
     """
     try:
-        values = _values(raw)
+        value_count = _count_values(raw)
         most_values = _MOST_VALUES + max_length
-        if values > most_values:
+        if value_count > most_values:
             raise Refusal(
-                f"the request has {values} values, and at most {most_values} are served: send less",
+                f"the request has {value_count} values, and at most {most_values} are served: send less",
                 status=413,
                 field="body",
             )
@@ -467,12 +477,13 @@ def parsed(path: str, raw: bytes, max_length: int, read: Callable[[dict[str, Any
         if is_deep(body, _MOST_NESTED):
             raise Refusal(f"the request has more than {_MOST_NESTED} lists and objects in each other", field="body")
         if rb"\u" in raw:
-            # An escape may stand for half of a surrogate pair, which is no text. Then `encode` raises an error.
+            # An escape such as \ud800 stands for half of a surrogate pair, which is no text. `encode` raises an error
+            # for such a half.
             json.dumps(body, ensure_ascii=False).encode()
         return read(body)
     except Refusal:
         raise
-    except Exception as error:  # the body is cut off, or has not the form that its path takes
+    except Exception as error:  # the body is cut off, or does not have the form that this path takes
         why = f"this is no request for {path}: {type(error).__name__}: {error}"
         raise Refusal(why, field=f"body of {path}") from error
 
@@ -481,23 +492,24 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 """A string in a JSON text, with its quotes. A backslash and the byte after it do not end the string."""
 
 
-def _values(raw: bytes) -> int:
-    """The number of lists, objects and commas in a JSON text. With N of them, the text has at most N + 1 values. If the
-    number is small, it may include brackets and commas in strings.
+def _count_values(raw: bytes) -> int:
+    """Counts the lists, objects and commas of a JSON text. A text with N of them has at most N + 1 values.
 
-    The JSON parser lets no other thread run until it has read the last value. Therefore the values are counted before:
-    here other threads can run after each string of the text.
+    If the text has few brackets and commas, those in its strings are counted, too.
+
+    This function runs before the JSON parser, because the parser lets no other thread run until it has read the last
+    value. Here, other threads can run after each string of the text.
     """
-    count = _structure(raw)
-    if count <= _MOST_VALUES:  # few enough even with the brackets and commas in strings
+    count = _count_brackets_and_commas(raw)
+    if count <= _MOST_VALUES:  # few enough, even with those in strings
         return count
-    for string in _STRING.finditer(raw):  # brackets and commas inside of strings do not count
-        count -= _structure(string[0])
+    for string in _STRING.finditer(raw):  # subtracts those in strings
+        count -= _count_brackets_and_commas(string[0])
     return count
 
 
-def _structure(raw: bytes) -> int:
-    """The number of opening brackets and commas in a JSON text."""
+def _count_brackets_and_commas(raw: bytes) -> int:
+    """The number of opening brackets, opening braces and commas in a part of a JSON text, also in strings."""
     return raw.count(b"[") + raw.count(b"{") + raw.count(b",")
 
 
@@ -543,21 +555,21 @@ def _event(data: dict[str, Any] | str) -> bytes:
 
 
 def _refusal(request: web.Request, error: Exception, session: Session | None) -> Refusal:
-    """The refusal that a client gets after an error. Counts the refusal. `session`: the session that remembers this
-    refusal; None: no session remembers it."""
+    """The refusal that a client gets after an error. Counts it in Refusals. `session`: the session that has to remember
+    the refusal; None: no session has to."""
     if not isinstance(error, Refusal):  # an error of the engine, or of this server
         logger.error("a request of an agent failed with %s: %s", type(error).__name__, error)
         error = Refusal(f"the policy failed with {type(error).__name__}: {error}", status=500)
-        session = None  # the session remembers only refusals for which the agent is responsible
+        session = None  # sessions remember only refusals for which the agent is responsible
     request.config_dict[_REFUSALS].count(error.status, str(error))
     if session is not None:
         session.refused(error)
     return error
 
 
-async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_all: bool = False) -> bool:
-    """Writes to a client. Returns True if the client was still connected when all data was written. `is_all`: this is
-    the end of the answer.
+async def _written(request: web.Request, response: web.StreamResponse, data: bytes, *, is_end: bool = False) -> bool:
+    """Writes data to a client. Returns True if the client was still connected when all data was written. `is_end`: the
+    data is the end of the answer.
 
     A client that does not read is disconnected after SECONDS_IDLE.
     """
@@ -568,7 +580,7 @@ async def _written(request: web.Request, response: web.StreamResponse, data: byt
         async with asyncio.timeout(connection_bounds.SECONDS_IDLE):
             await response.prepare(request)
             await response.write(data)
-            if is_all:
+            if is_end:
                 await response.write_eof()
     except TimeoutError:
         if request.transport is not None:

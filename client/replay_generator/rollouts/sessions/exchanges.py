@@ -13,9 +13,9 @@ exchange continues the tokens of that exchange, as they were drawn.
 An exchange holds only its own tokens, so that a session of many turns takes no more memory than its tokens do.
 
 Each branch becomes a sequence. A turn that several branches share is trained on in the first of these sequences, and is
-context in the others. If a client hangs up before it has read the answer, and never asks again, the last turn of its
-branch belongs to no sequence. A turn that was requested from a model of `untrained_models` is not trained on. Such a
-turn belongs to a sequence only as context of later turns that are trained on.
+context in the others. A turn at the end of a branch belongs to no sequence if the client never read the answer, because
+it hung up before and did not send the request again. A turn that was requested from a model of `untrained_models` is
+not trained on. Such a turn belongs to a sequence only as context of later turns that are trained on.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Beginning:
     """The number of messages that belong to known exchanges: those of the conversation of `before`, and its answer. All
     later messages are new."""
     digests: Sequence[bytes]
-    """First the digest of the messages up to and with the answer of `before`. Then, for each new message, the digest of
-    the messages up to and with this one. The last digest is that of all messages."""
+    """The first digest is that of the messages up to and including the answer of `before`. Then comes, for each new
+    message, the digest of the messages up to and including this one. So the last digest is that of all messages."""
 
 
 class Exchanges:
@@ -139,12 +139,11 @@ class Exchanges:
         self._drawn: list[Exchange] = []
         """All exchanges, the oldest first."""
         self._by_conversation: dict[bytes, list[Exchange]] = {}
-        """The exchanges that answered a conversation, the oldest first, by the digest of the conversation without the
-        answer."""
+        """The digest of a conversation, without the answer -> the exchanges that answered it, the oldest first."""
         self._beginnings: set[bytes] = set()
         """The digests of all conversations that were answered, and of their beginnings."""
-        self._call_ids: dict[str, Exchange] = {}
-        """By the id of a call, the exchange whose completion has this call."""
+        self._by_call_id: dict[str, Exchange] = {}
+        """The id of a call -> the exchange whose completion has this call."""
 
     def add(self, exchange: Exchange, completion: Completion, sampling: SamplingConfig) -> None:
         """Adds an exchange, once its completion is drawn. From now on `after_tokens` and `after_text` find it."""
@@ -165,80 +164,87 @@ class Exchanges:
         self._by_conversation.setdefault(digest, []).append(exchange)
         self._beginnings.update(beginning.digests)
         for call in answer.calls:
-            self._call_ids[call.id] = exchange
+            self._by_call_id[call.id] = exchange
 
     def after_messages(self, tools: Sequence[Any], messages: Sequence[Message]) -> Beginning:
-        """The known exchanges with which these messages begin. `tools`: the tools of the request.
+        """Finds the known exchanges with which these messages begin. `tools`: the tools of the request.
 
         Goes through the messages one by one, and stops at the first message that continues no known conversation. The
-        digest of a conversation does not depend on how a client writes the answers of the policy: the id of an answer
-        stands for the answer. If several exchanges have equal answers, `_rank` decides among them, and then their age:
-        the oldest wins.
+        digest of a conversation does not depend on how a client writes the answers of the policy, because the id of an
+        answer stands for the answer. If a message is the answer of several exchanges, the one with the lowest `_rank`
+        counts. Among exchanges with equal ranks that answered the same conversation, the oldest counts.
         """
-        messages = in_order(messages, self._call_ids)  # puts the results of parallel calls into the order of the calls
+        messages = in_order(messages, self._by_call_id)  # puts results of parallel calls into the order of the calls
         start = begun(tools)  # the digest before the first message
         # The digests of the known conversations that the messages up to here stand for. There may be several, because a
-        # message of the assistant may match the answers of several exchanges.
+        # message of the assistant may be the answer of several exchanges.
         reached: set[bytes] = {start}
         best: Exchange | None = None  # the exchange that the messages up to here continue
-        count = 0  # the number of messages up to and with the answer of `best`
+        count = 0  # the number of messages up to and including the answer of `best`
         for number, message in enumerate(messages, start=1):
-            # The digests in `reached`, continued by this message as it is, if a known conversation goes on like this.
+            # The known conversations that have this message, in exactly this form, behind a conversation in `reached`.
             following = {followed_by(digest, message) for digest in reached} & self._beginnings
-            differs = ""  # the part in which the message differs from the answer that was compared last
+            differs = ""  # the part in which the message differs from a known answer
             if message["role"] == "assistant":
-                for exchange in self._answers_to(reached):
-                    assert exchange.answer is not None
-                    differs = difference(exchange.answer, message)
-                    if differs:
-                        continue
-                    following.add(exchange.digest)  # the message is the answer of this exchange
-                    is_first = count < number  # no other exchange has matched this message yet
-                    if is_first or _rank(exchange, message) < _rank(best, message):
-                        best = exchange
-                        count = number
-            if not following:  # no known conversation has this message: it and all later messages are new
+                answered, differs = self._answered_by(message, reached)
+                following.update(exchange.digest for exchange in answered)
+                if answered:
+                    best = min(answered, key=lambda exchange: _rank(exchange, message))
+                    count = number
+            if not following:  # no known conversation has this message, so this message and all later ones are new
                 self._say_what_differs(messages, number, differs)
                 break
             reached = following
-        digests = [start if best is None else best.digest]  # then one for each new message, as in Beginning
+        digests = [start if best is None else best.digest]
         for message in messages[count:]:
             digests.append(followed_by(digests[-1], message))
         return Beginning(messages, best, count, digests)
 
-    def _answers_to(self, digests: Iterable[bytes]) -> list[Exchange]:
-        """The exchanges that answered the conversations with these digests."""
-        exchanges: list[Exchange] = []
-        for digest in digests:
-            exchanges += self._by_conversation.get(digest, ())
-        return exchanges
+    def _answered_by(self, message: Message, conversations: Iterable[bytes]) -> tuple[list[Exchange], str]:
+        """The exchanges that answered one of these conversations, given by their digests, with this message of the
+        assistant.
+
+        Also returns the part in which the message differs from the answer that was compared last; "": it does not
+        differ, or there was no answer to compare.
+        """
+        answered: list[Exchange] = []
+        differs = ""
+        for digest in conversations:
+            for exchange in self._by_conversation.get(digest, ()):
+                assert exchange.answer is not None
+                differs = difference(exchange.answer, message)
+                if not differs:
+                    answered.append(exchange)
+        return answered, differs
 
     def _say_what_differs(self, messages: Sequence[Message], number: int, differs: str) -> None:
         """Logs which message of a conversation is the first one that belongs to no known exchange.
 
         `number`: the number of this message, from 1. `differs`: the part in which the message differs from an answer;
-        "": unknown.
+        "": unknown. Logs nothing if every conversation is new, or if this conversation only goes on.
         """
-        if not self._by_conversation:  # nothing was answered yet, so every conversation is new
+        if not self._by_conversation:  # every conversation is new, because none was answered yet
             return
         unknown = messages[number - 1 :]
-        # A conversation that only goes on is no news: its new messages have no turn of the policy.
+        # The conversation only goes on if none of these messages is of the assistant.
         if all(message["role"] != "assistant" for message in unknown):
             return
         role = unknown[0]["role"]
         what = ""
         if differs:
             what = f" in {differs}"
+        kind = f"differs {role} {differs}"  # one notice for each role and part that differs
         say_once(
             f"a conversation begins a new sequence: message {number}, of the {role}, is another one than before{what}",
-            f"differs {role} {differs}",  # one notice for each role and part that differs
+            kind,
         )
 
     def after_tokens(self, token_ids: Sequence[int]) -> Exchange | None:
         """The longest exchange whose tokens stand at the beginning of `token_ids`; None: there is no such exchange."""
         longest: Exchange | None = None
         for exchange in self._drawn:
-            if exchange.size > len(token_ids) or not exchange.begins(token_ids):  # the size first: `begins` is slow
+            # The size is compared first, because `begins` is slow.
+            if exchange.size > len(token_ids) or not exchange.begins(token_ids):
                 continue
             if longest is None or exchange.size > longest.size:
                 longest = exchange
@@ -256,10 +262,10 @@ class Exchanges:
         return longest
 
     def that_drew(self, token_ids: Sequence[int], besides: Sequence[Exchange]) -> Exchange:
-        """The exchange whose tokens are exactly `token_ids`, counted from the first exchange of its tree.
+        """The exchange whose tokens, with those of all exchanges before it, are exactly `token_ids`.
 
-        If several exchanges have these tokens: the oldest that is not in `besides`, or the oldest of all if all are in
-        `besides`. Raises RolloutError if no exchange has them.
+        If several exchanges have these tokens, returns the oldest that is not in `besides`, or the oldest of all if all
+        are in `besides`. Raises RolloutError if no exchange has these tokens.
         """
         size = len(token_ids)
         matching = [exchange for exchange in self._drawn if exchange.size == size and exchange.begins(token_ids)]
@@ -275,39 +281,40 @@ class Exchanges:
         """True if the client has read at least one completion."""
         return any(exchange.read for exchange in self._drawn)
 
-    def sequences(self, assumed: SamplingConfig, last: Sequence[Exchange] | None = None) -> list[RolloutSequence]:
-        """A sequence for each branch. `assumed`: the sampling that the trainer assumes. `last`: the last exchange of
-        each branch; None: the branches are those that end with an exchange that a client has read.
+    def sequences(self, assumed: SamplingConfig, ends: Sequence[Exchange] | None = None) -> list[RolloutSequence]:
+        """A sequence for each branch. `assumed`: the sampling that the trainer assumes. `ends`: the last exchange of
+        each branch; None: each branch ends with the last completion that a client has read and that is trained on.
 
-        The list is empty if there is nothing to train on. Raises RolloutError for a turn that was drawn with another
-        sampling.
+        The list is empty if there is nothing to train on. Raises RolloutError for a turn that is trained on, but was
+        drawn with another sampling than `assumed`.
         """
-        if last is None:
-            last = self._last_read()
-        trained: set[Exchange] = set()  # the exchanges that a sequence so far is trained on
+        if ends is None:
+            ends = self._ends_of_branches()
+        trained: set[Exchange] = set()  # the exchanges that the sequences so far are trained on
         sequences = []
-        for exchange in last:
-            if exchange not in trained:  # otherwise its branch is the beginning of an earlier one
-                sequences.append(_sequence(exchange.path, trained, vars(assumed)))
+        for exchange in ends:
+            if exchange in trained:  # this branch is the beginning of an earlier branch
+                continue
+            sequences.append(_sequence(exchange.path, trained, vars(assumed)))
         return sequences
 
-    def _last_read(self) -> list[Exchange]:
+    def _ends_of_branches(self) -> list[Exchange]:
         """The last exchange of each branch. A branch ends with the last completion that a client has read and that is
         trained on."""
-        on_path: set[Exchange] = set()  # the exchanges of all branches
+        in_branches: set[Exchange] = set()  # the exchanges of all branches
         for exchange in self._drawn:
             if exchange.read and exchange.is_trained:
-                on_path.update(exchange.path)  # also those that nobody has read: they are its context
-        inner = {exchange.before for exchange in on_path}  # the exchanges that another one of a branch continues
-        return [exchange for exchange in self._drawn if exchange in on_path and exchange not in inner]
+                in_branches.update(exchange.path)  # also unread exchanges before this one, which are its context
+        continued = {exchange.before for exchange in in_branches}  # the exchanges that are not at the end of a branch
+        return [exchange for exchange in self._drawn if exchange in in_branches and exchange not in continued]
 
 
 def _sequence(path: Sequence[Exchange], trained: set[Exchange], assumed: Mapping[str, Any]) -> RolloutSequence:
     """The sequence of a branch. `path`: the exchanges of the branch. `assumed`: the sampling that the trainer assumes.
 
-    Exchanges in `trained` are only context in this sequence, because an earlier sequence is trained on them. All others
-    are trained on, unless `is_trained` is False, and are added to `trained`. Raises RolloutError for a turn that was
-    drawn with another sampling.
+    Exchanges in `trained` are only context in this sequence, because an earlier sequence is trained on them. Exchanges
+    whose `is_trained` is False are only context, too. This sequence is trained on all other exchanges, and they are
+    added to `trained`. Raises RolloutError if one of these was drawn with another sampling than `assumed`.
     """
     sequence = RolloutSequence(path[0].new_ids, text=path[0].words)
     for exchange in path:
@@ -319,27 +326,26 @@ def _sequence(path: Sequence[Exchange], trained: set[Exchange], assumed: Mapping
             role = _EARLIER if exchange.is_trained else _UNTRAINED
             sequence.append_observation(exchange.completion.token_ids, role=role, text=exchange.completion.text)
             continue
-        # The first setting with another value than the trainer assumes, and both values; None: there is none.
-        other = other_sampling(vars(exchange.sampling), assumed)
-        if other:
-            name, drew, wanted = other
+        # The name of the first setting that differs, the value of the turn, and the value that the trainer assumes.
+        differing = other_sampling(vars(exchange.sampling), assumed)
+        if differing:
+            name, drawn_value, assumed_value = differing
             raise RolloutError(
-                f"the environment drew with {name} {drew}, and the trainer assumes that of the generator, {wanted}: "
-                "give the generator that one, or take it out of the environment's `sampling`"
+                f"the environment drew with {name} {drawn_value}, and the trainer assumes that of the generator, "
+                f"{assumed_value}: give the generator that one, or take it out of the environment's `sampling`"
             )
         sequence.append_completion(exchange.completion)
         trained.add(exchange)
     return sequence
 
 
-def _rank(exchange: Exchange | None, message: Message) -> tuple[bool, ...]:
+def _rank(exchange: Exchange, message: Message) -> tuple[bool, ...]:
     """The rank of an exchange whose answer matches a message of the assistant. The lowest rank fits best.
 
-    Four questions decide, in this order: do the calls of the answer have the ids of the calls of the message? Does the
-    answer have the thoughts of the message? Has a client read the answer? Has no request continued the exchange? An
-    element of the rank is False, and thus lower, if the answer to its question is yes.
+    Four things make an exchange fit better, the most important first: its answer has the ids of the calls of the
+    message; its answer has the thoughts of the message; a client has read its answer; no request has continued it. Each
+    of them has an element in the rank, which is False, and thus lower, if it holds.
     """
-    assert exchange is not None
     assert exchange.answer is not None
     answer = exchange.answer
     return (

@@ -1,7 +1,7 @@
 """Large requests: works on them in a few threads, so that they do not block the event loop and all other requests.
 
-With more than a few threads, the event loop would get the interpreter lock too rarely. A small request is worked on at
-once, because starting a thread would take longer than the work.
+With more than a few threads, the event loop would get the interpreter lock too rarely. A small request is worked on in
+the event loop, because starting a thread would take longer than the work.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ SMALL = 20_000
 _AT_ONCE = 2
 """The most threads that work on requests at the same time."""
 _threads: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-"""A semaphore for each event loop, which bounds the number of threads. A semaphore can serve only one event loop."""
+"""Event loop -> the semaphore that bounds the number of its threads. A semaphore can serve only one event loop."""
 
 
 async def worked(size: int, work: Callable[[], T]) -> T:
-    """The result of `work`. `size`: the number of bytes, characters or tokens that `work` reads. If they are few,
-    `work` runs at once. Otherwise it waits in line for a thread."""
+    """Runs `work`, and returns its result. `size`: the number of bytes, characters or tokens that `work` reads.
+
+    If `size` is below SMALL, `work` runs at once in the event loop. Otherwise it runs in a thread, as soon as fewer
+    than _AT_ONCE threads are working.
+    """
     if size < SMALL:
         return work()
     free_threads = _threads.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE))

@@ -1,21 +1,22 @@
 """Matching: decides which assistant messages in a request are turns of our policy, even if a client rewrote them.
 
 A message is a turn of our policy if the conversation before the message is the conversation of an exchange
-(exchanges.py), and
+(exchanges.py), and one of these two conditions holds:
 
-* the text and the calls of the message are exactly those of the answer, or
-* the ids of the calls are those of the answer. Then numbers in the calls may be written in another way, as JavaScript
-  writes 100.0 as 100, and the text may be missing.
+* The text and the calls of the message are exactly those of the answer.
+* The message has calls whose ids are those of the answer, and its text and calls are those of the answer. But numbers
+  in the calls may be written in another way, as JavaScript writes 100.0 as 100, and the text may be missing.
 
 The thoughts of the message may be missing, but may not differ. A message with any other difference is no turn of our
-policy. If such a message were replaced by the policy's turn, the policy would read what the agent did not send.
+policy. If such a message were replaced by the policy's turn, the policy would read something that the agent did not
+send.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from replay_generator.prompts.chat import Message
@@ -29,15 +30,15 @@ place of an object."""
 def difference(answer: Answer, message: Message) -> str:
     """The part in which a message of the assistant differs from an answer, in words; "": the message is this turn of
     the policy."""
-    answer_calls = _calls_of(answer)
-    calls = _calls(message)
+    answer_calls = _calls_of_answer(answer)
+    calls = _calls_of_message(message)
     has_same_ids = has_ids(answer, message)
     thoughts = str(message.get("reasoning_content") or "").strip()
     if thoughts and thoughts != answer.reasoning.strip():
         return "its thoughts"
     text = message.get("content") or ""
-    may_miss = has_same_ids and not text
-    if text != answer.text and not may_miss:
+    may_be_left_out = has_same_ids  # then the text of the message may be missing
+    if text != answer.text and (text or not may_be_left_out):
         return "its text"
     if [name for _, name, _ in calls] != [name for _, name, _ in answer_calls]:
         return "its calls"
@@ -49,7 +50,7 @@ def difference(answer: Answer, message: Message) -> str:
 
 def has_ids(answer: Answer, message: Message) -> bool:
     """True if a message has calls, and their ids are those of the answer's calls."""
-    ids = [id for id, _, _ in _calls(message)]
+    ids = [id for id, _, _ in _calls_of_message(message)]
     return bool(ids) and ids == [call.id for call in answer.calls]
 
 
@@ -59,9 +60,9 @@ def has_thoughts(answer: Answer, message: Message) -> bool:
     return bool(thoughts) and thoughts == answer.reasoning.strip()
 
 
-def in_order(messages: Sequence[Message], known: Mapping[str, Any]) -> list[Message]:
-    """The messages, with the results of parallel calls in the order of the calls. `known`: has the ids of the policy's
-    calls as keys.
+def in_order(messages: Sequence[Message], policy_call_ids: Collection[str]) -> list[Message]:
+    """The messages, with the results of parallel calls in the order of the calls. `policy_call_ids`: the ids of all
+    calls that the policy wrote.
 
     Results are put in order if they stand directly behind a turn of the policy, and if they have exactly the ids of
     the calls in this turn, each once.
@@ -70,9 +71,10 @@ def in_order(messages: Sequence[Message], known: Mapping[str, Any]) -> list[Mess
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        ids = [id for id, _, _ in _calls(message)]
-        are_policys = all(id in known for id in ids)
-        if len(ids) < 2 or not are_policys:  # there is no order, or the policy did not write these calls
+        ids = [id for id, _, _ in _calls_of_message(message)]
+        if len(ids) < 2:  # there is no order
+            continue
+        if not all(id in policy_call_ids for id in ids):  # somebody else wrote these calls
             continue
         start = index + 1
         end = start + len(ids)
@@ -80,8 +82,8 @@ def in_order(messages: Sequence[Message], known: Mapping[str, Any]) -> list[Mess
         if any(result["role"] != "tool" for result in results):  # a result is missing, or stands elsewhere
             continue
         by_id = {result.get("tool_call_id"): result for result in results}
-        is_one_for_each = len(results) == len(ids) == len(set(ids)) and set(by_id) == set(ids)
-        if is_one_for_each:
+        has_one_for_each_call = len(results) == len(ids) == len(set(ids)) and set(by_id) == set(ids)
+        if has_one_for_each_call:
             ordered[start:end] = [by_id[id] for id in ids]
     return ordered
 
@@ -92,22 +94,22 @@ def begun(tools: Sequence[Any]) -> bytes:
 
 
 def followed_by(digest: bytes, message: Message) -> bytes:
-    """The digest of a conversation with one more message. Equal digests mean equal conversations, with equal tools.
+    """The digest of a conversation with one more message. `digest`: the digest of the conversation before this message.
 
-    `digest`: the digest of the conversation before the message.
+    Conversations with equal digests have equal tools and equal messages.
     """
     encoded = json.dumps(message, sort_keys=True).encode()
     return hashlib.sha256(digest + encoded).digest()
 
 
-def _calls(message: Message) -> list[_Call]:
+def _calls_of_message(message: Message) -> list[_Call]:
     """The calls of a message of the assistant."""
     calls = message.get("tool_calls") or ()
     return [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
-def _calls_of(answer: Answer) -> list[_Call]:
-    """The calls of an answer, in the same form: as dialects read them when a client sends the answer back."""
+def _calls_of_answer(answer: Answer) -> list[_Call]:
+    """The calls of an answer, in the form in which a message has them when a client sends the answer back."""
     calls = []
     for call in answer.calls:
         arguments: Any = object_of(call.arguments)

@@ -46,8 +46,8 @@ class Parsers:
         _check_parser("reasoning_parser", reasoning_parser, ReasoningParserManager.list_registered())
         self._request = ChatCompletionRequest
         """The class of the requests that vLLM's parser takes."""
-        # True (`enable_auto_tools`): the policy decides whether it calls tools.
-        self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, True)
+        enable_auto_tools = True  # the policy decides whether it calls tools
+        self._kind = ParserManager.get_parser(tool_parser, reasoning_parser, enable_auto_tools)
 
     def ready(
         self, tokenizer: Any, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Parsers:
         if self._kind is None:
             return TurnParser(tokenizer)
         try:
-            # Only the tools and the template arguments of this request matter.
+            # The parser reads only the tools and the template arguments of this request.
             request = self._request(
                 model="", messages=[], tools=list(tools) or None, chat_template_kwargs=dict(template) or None
             )
@@ -67,7 +67,7 @@ class Parsers:
             raise Refusal(f"the tools are none that the parser can read: {why}", field="tools") from error
         try:
             parser = self._kind(tokenizer, request.tools, chat_template_kwargs=dict(template))
-            parser.set_prompt_token_ids(list(prompt_ids))  # the prompt may have begun the thoughts
+            parser.set_prompt_token_ids(list(prompt_ids))  # the thoughts may begin at the end of the prompt
             # `skip_special_tokens` of the result is False if the parser needs special tokens in the text.
             adjusted = parser.adjust_request(request)
         except Exception as error:  # each parser raises errors of its own if the tokenizer lacks something
@@ -76,12 +76,18 @@ class Parsers:
                 "start the generator with the --tool-parser and the --reasoning-parser of its model",
                 field="parser",
             ) from error
-        return TurnParser(tokenizer, parser, request, bool(tools), adjusted.skip_special_tokens)
+        return TurnParser(
+            tokenizer,
+            parser,
+            request,
+            has_tools=bool(tools),
+            skips_special_tokens=adjusted.skip_special_tokens,
+        )
 
 
 def _check_parser(option: str, name: str | None, known: Sequence[str]) -> None:
-    """Raises ValueError for a parser that cannot be used. `option`: the setting; `known`: the names of vLLM's
-    parsers."""
+    """Raises ValueError for a parser that cannot be used. `option`: the setting that names the parser. `name`: the name
+    of the parser; None: the setting is not set. `known`: the names of vLLM's parsers."""
     if name is not None and name not in known:
         raise ValueError(f"{option} {name!r} is none of vLLM's: {', '.join(known)}")
     if name in _HARMONY:
@@ -110,9 +116,10 @@ class TurnParser:
     ) -> tuple[str, str, list[WrittenCall]]:
         """The thoughts, the text and the calls of a turn, in this order.
 
-        `stopped_by`: the text of `Ask.stop` that ended the turn; this text, and all that stands behind it, is left out.
+        `stopped_by`: the text of `Ask.stop` that ended the turn. This text, and all that stands behind it, is left out.
         None: there is no such text. `objects_only` True: if the arguments of any call are no object, all calls stay
-        part of the text. The policy may write anything: if the parser fails, the result is the whole turn as text.
+        part of the text. The parser may fail, because the policy may write anything. Then the result is the whole turn
+        as text.
         """
         if self.parser is None:
             return "", _up_to(stopped_by, completion.text), []
@@ -126,7 +133,8 @@ class TurnParser:
             else:  # the parser has not failed
                 if not objects_only or all(call.object is not None for call in calls):
                     return thoughts, content, calls
-        # The request has no tools, or the calls cannot be used. Calls stay part of the text, and thoughts are parsed.
+        # The request has no tools, or the calls cannot be used. So calls stay part of the text, and only thoughts are
+        # parsed.
         try:
             thoughts, content, _ = _parsed(self.parser, text, self.request, ids, with_calls=False)
         except Exception as error:
@@ -160,7 +168,7 @@ def _parsed(
 
 
 def _up_to(end: str | None, text: str) -> str:
-    """The text before the first `end`; None: the whole text."""
+    """The text before the first place where it has `end`. `end` None: the whole text."""
     if end is None:
         return text
     return text.partition(end)[0]

@@ -1,4 +1,4 @@
-"""Refusals: counts the requests of agents that the server of sessions refused lately, by HTTP status."""
+"""Refusals: counts, by HTTP status, the requests of agents that the server of sessions refused lately."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ class Refusals:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns the time in seconds."""
         self._clock = clock
-        self._last: deque[tuple[float, int]] = deque(maxlen=_MOST)
+        self._remembered: deque[tuple[float, int]] = deque(maxlen=_MOST)
         """The time and the status of each refusal, the oldest first."""
         self._reason = ""
         """The reason of the last refusal."""
 
     def count(self, status: int, reason: str) -> None:
-        """Counts a request that was answered with this status, if it is a refusal and not a usual one."""
+        """Counts a request that was answered with this status. Does nothing if the status is no refusal, or if it is in
+        USUAL."""
         if status < 400 or status in USUAL:
             return
-        self._last.append((self._clock(), status))
+        self._remembered.append((self._clock(), status))
         self._reason = beginning_of(reason, _MOST_REASON)
 
     def facts(self) -> dict[str, Any]:
         """The facts for the server: `refused`, the number of refusals by status, and `reason`, the reason of the last
         refusal. Empty: there were no refusals in the last REFUSED_SECONDS."""
-        while self._last:
-            time_of_oldest, _ = self._last[0]
+        while self._remembered:  # forgets the refusals that are too old
+            time_of_oldest, _ = self._remembered[0]
             if self._clock() - time_of_oldest <= REFUSED_SECONDS:
                 break
-            self._last.popleft()
-        if not self._last:
+            self._remembered.popleft()
+        if not self._remembered:
             return {}
-        by_status = Counter(status for _, status in self._last)
+        by_status = Counter(status for _, status in self._remembered)
         refused = {str(status): by_status[status] for status in sorted(by_status)}
         return {"refused": refused, "reason": self._reason}

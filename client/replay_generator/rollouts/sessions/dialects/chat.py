@@ -13,9 +13,9 @@ from replay_generator.rollouts.sessions.turns import Answer, Ask, Refusal
 class Chat:
     """The protocol of chats: the client sends messages, and the policy answers with one message.
 
-    Like every dialect, this class has four methods: `ask` reads the body of a request; `answer` makes the body of an
-    answer, `events` the events of an answer that is sent as a stream, and `error` the body of a refusal. They may raise
-    any error for a body of a wrong form.
+    Every dialect has the same four methods. `ask` reads the body of a request. `answer` makes the body of an answer,
+    `events` makes the events of an answer that is sent as a stream, and `error` makes the body of a refusal. If the
+    body of a request has a wrong form, they may raise any error.
     """
 
     path = "/v1/chat/completions"
@@ -34,24 +34,27 @@ class Chat:
 
     def answer(self, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer. `body`: the body of the request."""
-        about = self._about(self.kind, answer, body)
-        return about | {"choices": [self._choice(answer)], "usage": _usage(answer)}
+        shared_fields = self._shared_fields(self.kind, answer, body)
+        return shared_fields | {"choices": [self._choice(answer)], "usage": _usage(answer)}
 
     def events(self, answer: Answer, body: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
-        """Yields the events of an answer: objects for JSON, and at the end a text. `body`: the body of the request."""
-        about = self._about(self.chunk, answer, body)
+        """Yields the events of an answer that is sent as a stream. `body`: the body of the request.
+
+        Each event is a dict that is sent as JSON, except the last one, which is a text.
+        """
+        shared_fields = self._shared_fields(self.chunk, answer, body)
         for choice in self._stream_choices(self._choice(answer)):
-            yield about | {"choices": [choice]}
+            yield shared_fields | {"choices": [choice]}
         stream_options = body.get("stream_options") or {}
         if stream_options.get("include_usage"):
-            yield about | {"choices": [], "usage": _usage(answer)}
+            yield shared_fields | {"choices": [], "usage": _usage(answer)}
         yield "[DONE]"  # with this text, OpenAI ends every stream
 
     def error(self, refusal: Refusal) -> dict[str, Any]:
         """The body of a refusal."""
         return {"error": fields.error_of(refusal)}
 
-    def _about(self, kind: str, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
+    def _shared_fields(self, kind: str, answer: Answer, body: dict[str, Any]) -> dict[str, Any]:
         """The fields that the body of an answer and each of its events have. `kind`: the value of `object`."""
         return {
             "id": f"{self.name}-{answer.id}",
@@ -76,13 +79,14 @@ class Chat:
         return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
 
     def _stream_choices(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
-        """The choices of the events of a stream: each event has one. `choice`: the choice of the answer as a whole.
+        """The choices of a stream, one for each event. `choice`: the choice of the whole answer, which is changed.
 
         Each field of the message has an event of its own. Each call also has an event of its own, because some clients
         read only the first call of an event. The last event has the finish reason.
         """
+        message = choice.pop("message")
         deltas = []
-        for name, value in choice.pop("message").items():
+        for name, value in message.items():
             if name == "tool_calls":
                 deltas += [{name: [call]} for call in value]
             else:
@@ -102,8 +106,8 @@ class Completions(Chat):
 
     def ask(self, body: dict[str, Any]) -> Ask:
         """The request with this body. Raises Refusal for a request that is not served."""
-        # `()`: the field has no neutral value here, because even a client that sends 0 expects log-probabilities.
-        fields.check(body, "logprobs", fields.LOGPROBS_STORED, ())
+        # The field has no neutral value here, because even a client that sends 0 expects log-probabilities.
+        fields.check(body, "logprobs", fields.LOGPROBS_STORED, neutral=())
         prompt = body["prompt"]
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]  # the body has a list of prompts, with one prompt in it
@@ -120,7 +124,7 @@ class Completions(Chat):
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of a request, in the form of `Ask.messages`. Raises Refusal."""
+    """A message of a request, in the form of `Ask.messages`. Raises Refusal for a message that is not served."""
     if message["role"] == "tool":
         return fields.answered(message["tool_call_id"], message["content"])
     if message["role"] != "assistant":
@@ -128,9 +132,9 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     calls = []
     for call in message.get("tool_calls") or ():
-        id = call["id"]
+        call_id = call["id"]
         kind = fields.kind_of(call, "function")
-        calls.append(fields.call_of(id, call[kind]))
+        calls.append(fields.call_of(call_id, call[kind]))
     text = fields.text_of(message.get("content"))
     return fields.assistant_message(text, thoughts, calls)
 

@@ -1,9 +1,9 @@
 """Fields: the parts of a body that all dialects read and write in the same way.
 
-These parts are fields that are refused, texts, calls, tools, and errors. A client that sends an earlier answer back may
-write it in several ways: with no content, an empty content, or parts; with arguments as JSON or as an object. All these
-ways become equal messages here. The functions expect a body of the right form. For any other body they may raise any
-error, and the endpoint then refuses the request.
+These parts are the texts, the calls, the tools, the errors, and the fields that are refused. A client that sends an
+earlier answer back may write the answer in several ways. The content may be missing, empty, or a list of parts, and the
+arguments of calls may be JSON or objects. The functions here make equal messages of all these ways. They expect a body
+of the right form. For any other body they may raise any error, and the endpoint then refuses the request.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ All fields that are neither in this list nor read elsewhere are ignored, because
 _NEUTRAL: tuple[Any, ...] = (False, [], {}, ["text"], {"type": "text"})
 """The neutral values of most fields: a field with such a value asks for nothing, and is not refused. 0 is neutral too,
 because it equals False."""
-_ONE = ("n", "best_of", "repetition_penalty", "length_penalty")
+_NEUTRAL_ONE = ("n", "best_of", "repetition_penalty", "length_penalty")
 """Fields whose only neutral value is 1. True is neutral too, because it equals 1."""
-_EVEN_ZERO = ("prompt_logprobs", "truncate_prompt_tokens")
+_NEVER_NEUTRAL = ("prompt_logprobs", "truncate_prompt_tokens")
 """Fields without a neutral value: even 0 asks for something."""
-_TRUE = ("skip_special_tokens", "add_generation_prompt")
+_NEUTRAL_TRUE = ("skip_special_tokens", "add_generation_prompt")
 """Fields whose only neutral value is true."""
-_TOOLS = ("web_search_options", "mcp_servers", "container")
+_PROVIDER_TOOLS = ("web_search_options", "mcp_servers", "container")
 """Fields for tools that a provider would run itself. These tools are left out, with a notice in the log."""
 _NO_TOOL = ("none", {"type": "none"})
 """The values of `tool_choice` that forbid calls."""
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
 """The roles of messages that are neither of the policy nor of a tool. The key is the role in the request, and the value
-the role that the chat template gets."""
+is the role that the chat template gets."""
 
 
 def refused(name: str, value: object, remedy: str) -> Refusal:
@@ -71,7 +71,7 @@ def refused(name: str, value: object, remedy: str) -> Refusal:
 
 def few(name: str, value: Any) -> Any:
     """Returns the value unchanged. Raises Refusal if the value is a list of more than MOST elements. `name`: the name
-    of the elements in the message."""
+    of the elements in the error message."""
     if isinstance(value, list | tuple) and len(value) > MOST:
         raise Refusal(f"the request has {len(value)} {name}, and at most {MOST} are served", field=name)
     return value
@@ -91,8 +91,10 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
     Raises Refusal for a field that asks for something that the server does not do.
     """
     _check_all(body)
-    few("messages", conversation.get("messages"))  # once more: some dialects make several messages of one
-    has_empty_list = "messages" in conversation and not conversation["messages"]  # a prompt needs no messages
+    # The dialects have checked the number of messages already, but some make several messages of one.
+    few("messages", conversation.get("messages"))
+    # A request of Completions has a prompt in the place of messages.
+    has_empty_list = "messages" in conversation and not conversation["messages"]
     if has_empty_list:
         raise Refusal("the request has no message: send one that the policy is to answer", field="messages")
     max_tokens = _max_tokens_of(body)
@@ -108,19 +110,19 @@ def ask_of(body: Mapping[str, Any], **conversation: Any) -> Ask:
 
 
 def _check_all(body: Mapping[str, Any]) -> None:
-    """Raises Refusal if any field in REFUSED, or in _TRUE, has a value that is not neutral. Logs that fields in _TOOLS
-    are left out."""
+    """Raises Refusal if any field in REFUSED, or in _NEUTRAL_TRUE, has a value that is not neutral. Logs that fields
+    in _PROVIDER_TOOLS are left out."""
     for remedy, names in REFUSED.items():
         for name in names.split():
             neutral = _NEUTRAL
-            if name in _ONE:  # 1 is the value that asks for nothing
+            if name in _NEUTRAL_ONE:
                 neutral = (1,)
-            elif name in _EVEN_ZERO:
+            elif name in _NEVER_NEUTRAL:
                 neutral = ()
             check(body, name, remedy, neutral)
-    for name in _TRUE:
-        check(body, name, DRAWN, (True,))
-    for name in _TOOLS:
+    for name in _NEUTRAL_TRUE:
+        check(body, name, DRAWN, neutral=(True,))
+    for name in _PROVIDER_TOOLS:
         if body.get(name):
             _left_out(name)
 
@@ -142,8 +144,8 @@ def _max_tokens_of(body: Mapping[str, Any]) -> int | None:
 
 def _stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The texts that end a turn. Raises Refusal for a value that is no text, and for an empty text."""
-    # `stop` is OpenAI's name of the field, and `stop_sequences` Anthropic's.
-    stop = few("texts of stop", body.get("stop") or body.get("stop_sequences") or ())
+    stop = body.get("stop") or body.get("stop_sequences") or ()  # OpenAI's name of the field, and Anthropic's
+    few("texts of stop", stop)
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in texts):
         raise refused("stop", texts, "send texts of at least one character")
@@ -155,7 +157,8 @@ def kind_of(part: Mapping[str, Any], *served: str | None) -> Any:
     may have no type."""
     kind = part.get("type")
     if kind not in served:
-        raise refused("type", kind, f"send {' or '.join(filter(None, served))} here")
+        choices = " or ".join(name for name in served if name)
+        raise refused("type", kind, f"send {choices} here")
     return kind
 
 
@@ -212,21 +215,20 @@ def call_of(id: Any, function: Mapping[str, Any]) -> dict[str, Any]:
 
     The client sends the arguments as an object, as the JSON of an object, or as the text that the policy wrote in the
     place of an object. JSON of an object becomes the object. Raises Refusal for an id or a name that is no text, and
-    for other arguments.
+    for arguments of any other type.
     """
     name = function["name"]
     if not isinstance(name, str):
         raise refused("the name of a call", name, "send the text that the call was answered with")
-    value = function.get("arguments", function.get("input"))  # OpenAI's name of the field, and Anthropic's
-    if value is None or value == "":
-        value = {}
-    if not isinstance(value, dict | str):
-        raise refused("arguments", value, "send those of a call as they were answered")
-    arguments = value
-    if isinstance(value, str):
-        value_object = object_of(value)
-        if value_object is not None:  # otherwise the text stays, as the policy wrote it
-            arguments = value_object
+    arguments = function.get("arguments", function.get("input"))  # OpenAI's name of the field, and Anthropic's
+    if arguments is None or arguments == "":
+        arguments = {}
+    if not isinstance(arguments, dict | str):
+        raise refused("arguments", arguments, "send those of a call as they were answered")
+    if isinstance(arguments, str):
+        parsed = object_of(arguments)
+        if parsed is not None:  # otherwise the text stays, as the policy wrote it
+            arguments = parsed
     return {"id": _id_of(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -236,17 +238,19 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
 
     `kinds`: the values of `type` that are served; None: a tool may have no type. Tools of other kinds are left out,
     because no chat template has a form for them. A request may ask that arguments match their schema (`strict`), or
-    that the policy calls one tool at a time. Such a request is served, but without a guarantee: nothing forces the
-    policy to write such calls. Raises Refusal for a `tool_choice` that forces a call, and for a name that is no text.
+    that the policy calls one tool at a time. Such a request is served, but without a guarantee, because nothing forces
+    the policy to write such calls. Raises Refusal for a `tool_choice` that forces a call, and for a name that is no
+    text.
     """
     choice = body.get("tool_choice")
     if isinstance(choice, Mapping):
-        # One call at a time is a wish that is not guaranteed, and no reason to refuse the request.
+        # This field asks for one call at a time. The server cannot guarantee this, but serves the request.
         choice = {name: value for name, value in choice.items() if name != "disable_parallel_tool_use"}
-    check({"tool_choice": choice}, "tool_choice", FREE, ("auto", {"type": "auto"}, *_NO_TOOL))
+    check({"tool_choice": choice}, "tool_choice", FREE, neutral=("auto", {"type": "auto"}, *_NO_TOOL))
     tools = []
     for tool in few("tools", body.get("tools") or ()):
-        if tool.get("type") not in kinds:  # a tool without a type then raises KeyError, and the request is refused
+        if tool.get("type") not in kinds:
+            # A tool without a type raises KeyError here, and the endpoint refuses the request.
             _left_out(f"a tool of the kind {tool['type']!r:.80}")
             continue
         sent = tool.get("function", tool)  # Chat has the fields in `function`, the other protocols in the tool itself
@@ -257,12 +261,12 @@ def tools_of(body: Mapping[str, Any], *kinds: str | None) -> list[dict[str, Any]
             "description": sent.get("description"),
             "parameters": sent.get("parameters", sent.get("input_schema")),
         }
-        for name in ("strict", "defer_loading"):  # a client sends these beside the name, or beside `function`
+        for name in ("strict", "defer_loading"):  # clients send these fields beside `name`, or beside `function`
             value = sent.get(name, tool.get(name))
             if value is not None:
                 function[name] = value
         tools.append({"type": "function", "function": function})
-    if choice in _NO_TOOL:  # after the loop: tools of a wrong form are refused all the same
+    if choice in _NO_TOOL:  # checked after the loop, so that tools of a wrong form are refused all the same
         return []
     return tools
 
@@ -273,7 +277,7 @@ def _left_out(what: str) -> None:
 
 
 def error_of(refusal: Refusal) -> dict[str, Any]:
-    """The error of a refusal in OpenAI's form. In this form Anthropic's clients find its type and its message, too.
+    """The error of a refusal in OpenAI's form. Anthropic's clients, too, find `type` and `message` in this form.
 
     `type` names the kind of error that clients expect with the HTTP status.
     """

@@ -51,7 +51,7 @@ class Messages:
         """Yields the events of an answer that is sent as a stream: a start, each block, and an end. `body`: the body of
         the request."""
         message = self.answer(answer, body)
-        start = {  # the message before the policy has written anything
+        start = {  # the message as it is before the policy has written anything
             **message,
             "stop_reason": None,
             "stop_sequence": None,
@@ -90,8 +90,8 @@ def _stop_reason(answer: Answer) -> str:
 def _without_billing(system: Any) -> Any:
     """The system prompt without the billing block that Claude Code puts before it.
 
-    The billing block changes with each request. With this block, no conversation would begin with the messages of an
-    earlier one.
+    The billing block changes with each request. With this block, no request would begin with the messages of an earlier
+    request.
     """
     blocks = _as_blocks(system)
     # For a block without text, `str` gives "None", so this block stays.
@@ -102,17 +102,17 @@ def _without_billing(system: Any) -> Any:
 
 
 def _as_blocks(content: Any) -> Any:
-    """The blocks of a content. If the content is a text, this is one block with the text."""
+    """The blocks of the content of a message. A content that is a text becomes one block with this text."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return content
 
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message of Anthropic as messages of OpenAI.
+    """Converts a message from Anthropic's form to messages in OpenAI's form.
 
     In Anthropic's protocol, a message of the user also contains the results of tools. Each result becomes a message of
-    its own, before the message with the text. Raises Refusal for a block of another kind.
+    its own, before the message with the text. Raises Refusal for a block of a kind that is not served.
     """
     content = message["content"]
     is_of_policy = message["role"] == "assistant"
@@ -135,8 +135,8 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
 def _blocks(answer: Answer) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """Yields each block of an answer, with what a stream needs for it.
 
-    Each result has three parts: the whole block; the fields that replace those of the block when the block begins in a
-    stream, with empty values; and the only delta of the block.
+    Each result has three parts. The first is the whole block. In a stream, a block begins with some fields empty, and
+    one delta then fills them: the second part has these fields with their empty values, and the third is this delta.
     """
     block: dict[str, Any]
     thoughts = answer.reasoning

@@ -35,8 +35,8 @@ class Responses:
         """
         fields.check(body, "prompt", fields.WHOLE)  # refuses the id of a stored prompt
         fields.check(body.get("text") or {}, "format", fields.FREE)  # refuses a forced form of the answer
-        included = [name for name in body.get("include") or () if "logprobs" in name]
-        fields.check({"include": included}, "include", fields.LOGPROBS_STORED)  # an empty list passes
+        wanted_logprobs = [name for name in body.get("include") or () if "logprobs" in name]
+        fields.check({"include": wanted_logprobs}, "include", fields.LOGPROBS_STORED)  # an empty list passes
         inputs = fields.few("messages", body.get("input") or ())
         items: list[dict[str, Any]]
         if isinstance(inputs, str):  # the text of one message
@@ -98,18 +98,18 @@ class Responses:
 def _resolved(items: Sequence[dict[str, Any]], answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """The items, with each `item_reference` replaced by the item that it names. Raises Refusal for a reference to an
     item that is in none of `answers`."""
-    if all(item.get("type") != "item_reference" for item in items):  # saves making the items of all answers
+    if all(item.get("type") != "item_reference" for item in items):  # then the items of the answers are not needed
         return [*items]
-    sent: dict[str, dict[str, Any]] = {}
+    items_by_id: dict[str, dict[str, Any]] = {}
     for answer in answers:
         for item in _items(answer):
-            sent[item["id"]] = item
+            items_by_id[item["id"]] = item
     resolved = []
     for item in items:
         if item.get("type") == "item_reference":
-            if item["id"] not in sent:
+            if item["id"] not in items_by_id:
                 raise fields.refused("item_reference", item["id"], fields.WHOLE)
-            item = sent[item["id"]]
+            item = items_by_id[item["id"]]
         resolved.append(item)
     return resolved
 
@@ -118,7 +118,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages that the items stand for, in the form of `Ask.messages`. All items of one turn of the policy become
     one message."""
     messages: list[dict[str, Any]] = []
-    kind_before = None  # the kind of the item before
+    kind_before = None  # the kind of the item before `item`; None: `item` is the first
     for item in items:
         kind = fields.kind_of(item, "message", "reasoning", "function_call", "function_call_output", None)
         if not kind:  # clients may send messages without a type
@@ -140,8 +140,8 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add(item: dict[str, Any], kind: str, message: dict[str, Any]) -> None:
-    """Adds the content of an item to the message of its turn. `kind`: the kind of the item: "message", "function_call"
-    or "reasoning"."""
+    """Adds the content of an item to the message of its turn. The `kind` of the item is "message", "function_call" or
+    "reasoning"."""
     if kind == "message":
         message["content"] = fields.text_of(item["content"])
     elif kind == "function_call":
@@ -153,7 +153,7 @@ def _add(item: dict[str, Any], kind: str, message: dict[str, Any]) -> None:
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:
-    """The items of an answer: the thoughts, the text, and each call, as far as the answer has them."""
+    """The items of an answer: its thoughts and its text, if it has them, and then one item for each of its calls."""
     items: list[dict[str, Any]] = []
     if answer.reasoning:
         content = [{"type": "reasoning_text", "text": answer.reasoning}]
@@ -166,8 +166,8 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
             {
                 "type": "function_call",
                 "call_id": call.id,
-                # The item has an id besides the id of the call: some models write the ids of calls themselves, and may
-                # write one id twice.
+                # The item has an id besides the id of the call, because some models write the ids of calls themselves,
+                # and may write one id twice.
                 "id": f"fc_{answer.id}_{number}",
                 "name": call.name,
                 "arguments": call.arguments,
