@@ -197,7 +197,7 @@ class LmdbFile:
         self._strays = unneeded(items, chunk_names)
         return State(state_records, items, skipped)
 
-    def _load_items(self, txn: lmdb.Transaction) -> tuple[ItemRecords, list[int]]:
+    def _load_items(self, txn: Any) -> tuple[ItemRecords, list[int]]:
         """Reads the records of all items. Returns the intact records, and the keys of the damaged records."""
         portions: list[ItemRecords] = []
         damaged_keys: list[int] = []
