@@ -301,12 +301,16 @@ class Fleet:
 
     def connect(self) -> None:
         """Begins to connect to all shards, on the running event loop. Raises ServerClosedError after `close`."""
-        if self._closed:
-            raise ServerClosedError("this client is closed")
+        self._check_open()
         for shard in self.shards:
             shard.watch()
         if self._names is not None and self._following is None:
             self._following = asyncio.create_task(self._follow(self._names))
+
+    def _check_open(self) -> None:
+        """Raises ServerClosedError after `close`."""
+        if self._closed:
+            raise ServerClosedError("this client is closed")
 
     @property
     def decided(self) -> bool:
@@ -330,12 +334,16 @@ class Fleet:
         return up
 
     async def _changes(self, deadline: Deadline) -> bool:
-        """Waits until a shard becomes reachable or unreachable. Returns False if the deadline passes first."""
+        """Waits until a shard becomes reachable or unreachable. Returns False if the deadline passes first.
+
+        Raises ServerClosedError if the client is closed meanwhile.
+        """
         try:
             async with asyncio.timeout(deadline.seconds):
                 await self.changed.wait()
         except TimeoutError:
             return False
+        self._check_open()
         return True
 
     async def insist(

@@ -14,6 +14,7 @@ from replay_client import AsyncReplayClient, ReplayClient
 from replay_client.errors import (
     DeadlineExceededError,
     InvalidRequestError,
+    ServerClosedError,
     ServerUnavailableError,
 )
 from replay_client.sampling import DrawStream
@@ -23,7 +24,7 @@ from replay_server import ReplayServer
 from replay_server.tables.config import AdmissionConfig
 from tests.client.shards.conftest import TABLES, all_up, connected
 from tests.kit.clocks import in_a_thread
-from tests.kit.processes import Servers
+from tests.kit.processes import Servers, free_port
 
 MANY = 60
 """New items, so many that one of three shards gets none of them in one of 10^10 runs."""
@@ -298,6 +299,17 @@ def test_the_lowest_policy_version_counts(service, client):
     assert client.policy().weights == "w3"
     with pytest.raises(InvalidRequestError):
         client.set_policy_version(3 - 1)
+
+
+async def test_a_call_that_waits_for_any_shard_ends_when_the_client_is_closed():
+    client = AsyncReplayClient([f"127.0.0.1:{free_port()}" for _ in range(2)])
+    with pytest.raises(ServerUnavailableError):  # from here on, it is known that no shard is up
+        await client.server_info(timeout=0.1)
+    waiting = asyncio.ensure_future(client.server_info(timeout=None))
+    await asyncio.sleep(0)  # the call begins to wait
+    await client.close()
+    with pytest.raises(ServerClosedError):
+        await asyncio.wait_for(waiting, PATIENCE)
 
 
 async def test_a_watch_yields_a_version_when_all_shards_have_it(service):
