@@ -245,15 +245,19 @@ def _summary_or_problem(path: Path, read: Callable[[Path], Checkpoint]) -> Check
     If the checkpoint is damaged or cannot be read, returns a summary that says only when the file was written, and what
     the problem is. Returns None if the file is gone, if it has no name of a checkpoint, or if it is no regular file.
     """
+    if not _NAME.match(path.name.removesuffix(SUFFIX)):
+        return None
+    written_at = 0.0  # unknown: the file cannot be looked at
     try:
         status = path.stat()
-        if not _NAME.match(path.name.removesuffix(SUFFIX)) or not stat.S_ISREG(status.st_mode):
+        written_at = status.st_mtime
+        if not stat.S_ISREG(status.st_mode):
             return None
         return read(path)
     except FileNotFoundError:
         return None
     except (DamagedCheckpoint, OSError) as error:
-        return Checkpoint(path, status.st_mtime, problem=str(error))
+        return Checkpoint(path, written_at, problem=str(error))
 
 
 def _checksum(path: Path, size: int) -> int:

@@ -334,10 +334,13 @@ def test_what_is_named_like_a_checkpoint_and_is_no_file_is_in_nobodys_way(tmp_pa
     (folder / "folder.checkpoint").mkdir(parents=True)
     (folder / "dangling.checkpoint").symlink_to(tmp_path / "nowhere")
     os.mkfifo(folder / "pipe.checkpoint")  # reading it would wait for a writer
+    (folder / "circle.checkpoint").symlink_to(folder / "circle.checkpoint")
     with serving_in(tmp_path) as client:
         client.insert(b"x", {"pool": 1.0})
         name = client.create_checkpoint()
-        assert [entry.name for entry in client.list_checkpoints(verify=True)] == [name]
+        listed = client.list_checkpoints(verify=True)
+        assert [entry.name for entry in listed] == [name, "circle"]
+        assert "symbolic links" in listed[1].problem
         with pytest.raises(ReplayError, match="could not be written"):
             client.create_checkpoint("folder")
         assert not list(folder.glob("*.partial"))
