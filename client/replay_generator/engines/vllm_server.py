@@ -270,10 +270,11 @@ class VLLMServerEngine:
                     self._note_failure(server, error, failures)
         (first, expected), *others = rows.items()
         for url, row in others:
-            differences = [abs(score - other) for score, other in zip(row, expected, strict=True)]
-            difference = max(differences)
-            if not difference <= self._agreement:
-                raise VLLMServerError(
+            for score, other in zip(row, expected, strict=True):
+                difference = abs(score - other)
+                if difference <= self._agreement:
+                    continue
+                raise VLLMServerError(  # also if a server gave no log-probability, so that the difference is NaN
                     f"{url} and {first} hold the same version, and their log-probabilities differ by {difference:.3g} "
                     f"nats, more than agreement = {self._agreement:g}: start the wrong one anew"
                 )
