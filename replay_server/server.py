@@ -46,8 +46,8 @@ class ReplayServer:
         with ReplayServer(tables=[TableConfig(name="replay", sampler="prioritized")], port=0) as server:
             client = ReplayClient(server.address)
 
-    `port=0` takes a free port. Raises ValueError if a file of `security` cannot be used. `start` raises OSError if the
-    server cannot listen on the address.
+    With `port=0` the server takes a free port. Raises ValueError if a file of `security` cannot be used. `start` raises
+    OSError if the server cannot listen on the address.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ReplayServer:
             admission=admission,
             tables=tuple(tables),
         )
-        self._set_up(config, {})
+        self._set_up(config, environment={})
 
     @classmethod
     def from_config(cls, config: Config, environment: Mapping[str, str] | None = None) -> Self:
@@ -92,14 +92,14 @@ class ReplayServer:
         return server
 
     def _set_up(self, config: Config, environment: Mapping[str, str]) -> None:
-        """The common part of the two ways to make a server. Reads tokens and certificates, and opens nothing else."""
+        """Sets all attributes, for `__init__` and `from_config`. Reads tokens and certificates, but no other file."""
         self.config = config
         self._authorizer = Authorizer(config.security, environment)
         self._certificates = ServerCertificates(config.security)
         self._restore: str | None = None
-        """The checkpoint that the start restores; None: no checkpoint."""
+        """The name of the checkpoint that the start restores; None: the start restores no checkpoint."""
         self._replace = False
-        """True: the restore may put aside the items that `data_dir` holds."""
+        """True if the restore may put aside the items that `data_dir` holds."""
         self._address: str | None = None
         self._metrics_address: str | None = None
         self._service: ReplayService | None = None
@@ -114,8 +114,8 @@ class ReplayServer:
     def restore(self, checkpoint: str, *, replace: bool = False) -> Self:
         """Makes the start restore this checkpoint; "latest" is the newest checkpoint.
 
-        If the checkpoint is damaged, the start restores the newest whole checkpoint. The start fails if `data_dir`
-        holds items already. With `replace` these items are put aside.
+        If the checkpoint is damaged, the start restores the newest whole checkpoint. If `data_dir` holds items already,
+        the start puts them aside with `replace`, and fails without `replace`.
         """
         self._restore = checkpoint
         self._replace = replace
@@ -155,16 +155,19 @@ class ReplayServer:
             self._service.backend.draining = draining
 
     def on_loop(self, work: Callable[[ReplayBuffer], T]) -> T:
-        """The result of `work`, which runs on the server's event loop. Call it from another thread, after the start."""
+        """Runs `work` on the server's event loop, and returns its result.
+
+        Call this from another thread than that of the event loop, after the start.
+        """
         assert self._loop is not None
         assert self._service is not None
         buffer = self._service.backend.buffer
 
-        async def call() -> T:
+        async def call_work() -> T:  # `run_coroutine_threadsafe` takes only a coroutine
             return work(buffer)
 
-        # `run_coroutine_threadsafe` takes only a coroutine. `result` blocks this thread until the loop has run it.
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(call_work(), self._loop)
+        return future.result()  # blocks this thread until the event loop has run the coroutine
 
     def start(self) -> None:
         """Starts the server on its thread, and returns when clients can connect. Raises the error of a failed start."""
@@ -172,10 +175,10 @@ class ReplayServer:
             raise RuntimeError("the server is started already")
         ready = threading.Event()
         failure: list[BaseException] = []
-        """The error with which `run` ended; empty: it has not ended, or without an error."""
+        """The error with which `run` ended; empty: `run` has not ended, or has ended without an error."""
 
         async def main() -> None:
-            """Runs on the new thread. Hands the error of a failed start to the thread that waits below."""
+            """Runs the server on the new thread. Hands the error of a failed start to the thread that waits below."""
             try:
                 await self.run(ready.set)
             except BaseException as error:
@@ -184,7 +187,8 @@ class ReplayServer:
 
         self._thread = threading.Thread(target=lambda: event_loop.run(main()), name="replay-server", daemon=True)
         self._thread.start()
-        # Waits a second at a time: in a wait without an end, Python may miss a signal that came just before the wait.
+        # Waits a second at a time, because in a wait without a time limit Python may miss a signal that came just
+        # before the wait.
         while not ready.wait(1.0):
             pass
         if failure:
@@ -193,9 +197,9 @@ class ReplayServer:
             raise failure[0]
 
     def stop(self, grace: float | None = 5.0) -> None:
-        """Ends every wait with ServerClosedError, gives running requests `grace` seconds to end, and stops.
+        """Ends every wait with ServerClosedError, gives running requests `grace` seconds to end, and stops the server.
 
-        With None, running requests end at once.
+        With `grace` None, running requests end at once.
         """
         if self._thread is None:
             return
@@ -223,18 +227,18 @@ class ReplayServer:
         try:
             await self._serve(checkpoint, replace=self._replace, fell_back="", on_started=on_started)
         except DamagedDirectory as damage:
-            if checkpoint is not None:  # the operator chose the checkpoint, so the server takes no other
+            if checkpoint is not None:  # the operator chose this checkpoint, so the server takes no other checkpoint
                 raise
-            checkpoint = self._last_resort(damage)  # the newest whole checkpoint
+            checkpoint = self._last_resort(damage)
             fell_back = f"{damage.what}: the start fell back to checkpoint {checkpoint.name}"
             log.error("%s; all later changes are lost", fell_back)
             await self._serve(checkpoint, replace=True, fell_back=fell_back, on_started=on_started)
 
     def _last_resort(self, damage: DamagedDirectory) -> Checkpoint:
-        """The newest whole checkpoint, with which the start can go on. Raises `damage` if no checkpoint is whole."""
+        """Opens the newest whole checkpoint, with which the start can go on. Raises `damage` if there is none."""
         directory = self.config.checkpoint_dir
         try:
-            assert directory is not None  # data_dir is set, and gives the folder of checkpoints a default
+            assert directory is not None  # there is a `data_dir`, in which checkpoints have a default folder
             return CheckpointDirectory(directory).open("latest")
         except ValueError:
             raise damage from None
@@ -244,8 +248,9 @@ class ReplayServer:
     ) -> None:
         """Loads the items, from `checkpoint` or from `data_dir`, and serves them until `request_stop`.
 
-        `replace`: a checkpoint may replace the items in `data_dir`. `fell_back` is the reason why the start went back
-        to this checkpoint; empty: it did not. Raises DamagedDirectory if `data_dir` is damaged.
+        With `replace`, the checkpoint may replace the items in `data_dir`. `fell_back` is the reason why the start went
+        back to the checkpoint, although no operator chose it; "": the start did not go back. Raises DamagedDirectory if
+        `data_dir` is damaged.
         """
         section = self.config.server
         checkpoints = self.config.checkpoints
@@ -260,14 +265,14 @@ class ReplayServer:
         storage: LmdbStorage | None = None
         journal: Journal | None = None
         checkpointer: Checkpointer | None = None
-        async with AsyncExitStack() as ends:  # closes what is opened below, the last first
+        async with AsyncExitStack() as exit_stack:  # closes what is opened below, in the reverse order
             if section.data_dir is not None:
                 storage = LmdbStorage(section.data_dir, fsync=section.fsync == "always", replace=replace)
                 storage.fell_back = fell_back
-                ends.callback(storage.close)
+                exit_stack.callback(storage.close)
                 if checkpoint is not None:
-                    storage.adopt(checkpoint.path, checkpoint.size)  # `Journal.start` then loads the items from it
-            ends.callback(self._log_end)
+                    storage.adopt(checkpoint.path, checkpoint.size)  # `Journal.start` below loads its items
+            exit_stack.callback(self._log_end)
             buffer = ReplayBuffer(
                 self.config.tables,
                 time.monotonic,
@@ -278,21 +283,21 @@ class ReplayServer:
             )
             if storage is not None:
                 journal = Journal.start(buffer, storage)
-                ends.push_async_callback(journal.close)
+                exit_stack.push_async_callback(journal.close)
             elif checkpoint is not None:
                 restore_into_memory(buffer, checkpoint)
             buffer.check_totals()  # asserts that the loaded counts agree
             if directory is not None:
                 copy = None if journal is None else journal.copy_to
                 checkpointer = Checkpointer(buffer, CheckpointDirectory(directory), checkpoints.keep, copy)
-                ends.push_async_callback(checkpointer.close)
+                exit_stack.push_async_callback(checkpointer.close)
             if journal is not None:
-                # The first commit shows that `data_dir` can be written, before clients connect.
+                # Before clients connect, the first commit shows whether the server can write to `data_dir`.
                 try:
                     await journal.durable()
                 except Refused as refusal:
                     raise UnusableDirectory(refusal.message) from None
-            await self._listen(buffer, journal, checkpointer, ends, on_started)
+            await self._listen(buffer, journal, checkpointer, exit_stack, on_started)
 
     def _log_end(self) -> None:
         """Logs the stop of a server that had an address. A failed start logs nothing."""
@@ -304,10 +309,13 @@ class ReplayServer:
         buffer: ReplayBuffer,
         journal: Journal | None,
         checkpointer: Checkpointer | None,
-        ends: AsyncExitStack,
+        exit_stack: AsyncExitStack,
         on_started: Callable[[], None],
     ) -> None:
-        """Answers clients, and runs the background tasks, until `request_stop`. `ends` closes the metrics endpoint."""
+        """Answers clients, and runs the background tasks, until `request_stop`.
+
+        `exit_stack` will close the metrics endpoint that this method opens.
+        """
         config = self.config
         section = config.server
         checkpoints = config.checkpoints
@@ -315,18 +323,19 @@ class ReplayServer:
         metrics = None
         latencies = None
         if section.metrics_listen is not None:
-            from replay_server.telemetry.prometheus import MetricsEndpoint  # imports packages that nothing else needs
+            # The import is here because `prometheus` imports packages that a server without metrics does not need.
+            from replay_server.telemetry.prometheus import MetricsEndpoint
 
             metrics = MetricsEndpoint(section.metrics_listen)
             latencies = metrics.latencies
-            ends.push_async_callback(asyncio.to_thread, metrics.close)
+            exit_stack.push_async_callback(asyncio.to_thread, metrics.close)
         self._service = ReplayService(
             buffer,
             config.limits,
             section.data_dir,
             journal,
             checkpointer,
-            section.shared_memory or None,
+            section.shared_memory or None,  # `shared_memory` is False if payloads travel over gRPC only
             latencies,
         )
         self._service.backend.draining = self._draining
@@ -355,10 +364,11 @@ class ReplayServer:
         finally:
             for task in tasks:
                 task.cancel()
-            buffer.close()  # ends every wait, so that its call can end within the grace
+            buffer.close()  # ends every wait, so that the calls that wait can end within the grace
             await listener.stop(self._grace)
+            # The checkpoint is written after the last call has ended, so that it contains all changes.
             if checkpointer is not None and checkpoints.on_stop:
-                try:  # after the last call has ended, so that the checkpoint has everything
+                try:
                     await checkpointer.write()
                 except Refused as refusal:
                     log.error("%s", refusal.message)
@@ -376,7 +386,7 @@ class ReplayServer:
 def _check_open_address(address: str, section: SecurityConfig, *, tokens: bool) -> None:
     """Raises ValueError if other machines can reach the address without a token or a certificate.
 
-    `insecure` in [security] allows that. `tokens`: calls need a token.
+    Does not raise it if [security] sets `insecure`. `tokens`: True if calls need a token.
     """
     if tokens or section.tls_client_ca is not None:
         return
@@ -392,7 +402,10 @@ def _check_open_address(address: str, section: SecurityConfig, *, tokens: bool) 
 
 
 def _warn_of_open_address(address: str, section: SecurityConfig, *, tokens: bool) -> None:
-    """Warns if other machines can reach the address and tokens or TLS are missing. `tokens`: calls need a token."""
+    """Warns if other machines can reach the address, and tokens or TLS are missing.
+
+    `tokens`: True if calls need a token.
+    """
     if is_loopback(address.rpartition(":")[0]):
         return
     if not tokens and section.tls_client_ca is None:
@@ -411,7 +424,7 @@ def _warn_of_open_address(address: str, section: SecurityConfig, *, tokens: bool
 
 
 def _warn_of_open_metrics(address: str) -> None:
-    """Warns if other machines can reach the metrics: they need no token and have no TLS."""
+    """Warns if other machines can reach the metrics, because these are served without tokens and TLS."""
     if not is_loopback(address.rpartition(":")[0]):
         log.warning(
             "metrics at http://%s/metrics, without tokens and TLS: whoever reaches it can read names, sizes "

@@ -1,14 +1,16 @@
 """Shards are complete servers, as actors of a Ray cluster. Ray places, restarts and names them.
 
-Each shard is a named, detached actor with a ReplayServer of its own. Ray spreads the shards over the nodes, and
-restarts a shard each time it dies, on a new port unless `up` names one. Clients find the shards as
-"ray://NAMESPACE/NAME".
+Each shard is a named, detached actor with a ReplayServer of its own. Ray spreads the shards over the nodes. Whenever a
+shard dies, Ray restarts it. The restarted shard has a new port, unless `up` was called with a port. Clients find the
+shards as "ray://NAMESPACE/NAME".
 
-A shard that drains writes a mark into Ray's internal key-value store. The mark outlives the process, and a shard that
-Ray restarts looks for its mark before it serves. The mark's key has the id of the actor. Ray keeps the id when it
-restarts the actor, and never uses it for another actor, so a new shard with the same name does not drain. The mark of
-a stopped shard stays in the store, where it takes a few bytes. If it was removed first, a shard that dies while it is
-being stopped would come back and accept inserts.
+A shard that drains writes a mark into Ray's internal key-value store. The mark outlives the process of the shard. A
+shard that Ray has restarted looks for its mark before it serves. The key of the mark contains the id of the actor. Ray
+keeps this id when it restarts the actor, and never gives it to another actor, so a new shard with the same name does
+not drain.
+
+The mark of a stopped shard stays in the store, where it takes a few bytes. If the mark were removed before the shard is
+stopped, and the shard died in between, Ray would restart the shard, and it would accept inserts.
 
 Only this module of the server uses Ray (the extra `ray`). It imports Ray when a function is called.
 """
@@ -34,11 +36,11 @@ NAMESPACE = "replay"
 NAME = "replay"
 """The name by which clients look for shards by default."""
 MAX_SHARDS = 1024
-"""Shards of one service."""
+"""The most shards of one service."""
 _ANSWER_SECONDS = 10.0
-"""Seconds in which a shard must report its state."""
+"""Seconds that a shard has to answer a call."""
 _CALLS_AT_ONCE = 8
-"""Calls that one actor answers at the same time, so that no call waits for another."""
+"""The number of calls that one actor answers at the same time, so that no call waits for another."""
 
 
 class ShardError(Exception):
@@ -51,14 +53,14 @@ class ShardStatus:
 
     name: str
     address: str
-    """host:port; empty while the shard is away."""
+    """host:port; empty: the shard did not answer."""
     node: str = ""
-    """Id of its Ray node."""
+    """The id of the Ray node on which the shard runs."""
     pid: int = 0
     items: int = 0
     """The number of payloads that the shard holds."""
     draining: bool = False
-    """True if the shard accepts no more inserts, and may be stopped when it is empty."""
+    """True if the shard accepts no more inserts, so that it can be stopped when it is empty."""
     restarted: bool = False
     """True if Ray has restarted the shard since `up`."""
 
@@ -75,30 +77,30 @@ class ShardActor:
         """Starts the server. The server takes its tokens from `environment` if `config` names no file of tokens."""
         import ray as module
 
-        ray: Any = module  # half of its functions have no types
+        ray: Any = module  # because half of Ray's functions have no types
         self._name = name
         host, _, port = config.server.listen.rpartition(":")
         if host in ("", "0.0.0.0"):  # clients on other nodes need the address of this node
             host = ray.util.get_node_ip_address()
         section = config.server.model_copy(update={"listen": f"{host}:{port}"})
         self._server = ReplayServer.from_config(config.model_copy(update={"server": section}), environment)
-        # Before the start, so that a shard that was restarted while it drained accepts no insert at all.
+        # This is set before the start. So a shard that died while it drained accepts no insert after its restart.
         self._server.draining = ray.experimental.internal_kv._internal_kv_exists(self._mark)
         self._server.start()
 
     @property
     def _mark(self) -> str:
-        """The key of this actor's mark in Ray's store. As long as the store has the mark, the shard drains."""
+        """The key of this actor's mark in Ray's store. The shard drains as long as the store has the mark."""
         import ray
 
         return f"replay-draining-{ray.get_runtime_context().get_actor_id()}"
 
     def address(self) -> str:
-        """host:port of the server. Ray answers this call when the server is started."""
+        """host:port of the server. Ray runs this method only after `__init__`, which starts the server."""
         return self._server.address
 
     def status(self) -> ShardStatus:
-        """The content of the shard, and the place where it runs."""
+        """The address of the shard, the number of its items, and where it runs."""
         import ray
 
         context = ray.get_runtime_context()
@@ -123,29 +125,29 @@ class ShardActor:
         self._server.draining = draining
 
     def hand_over(self) -> int | None:
-        """Takes the count of accepted groups from this shard, for another shard. Returns the count.
+        """Takes the count of accepted groups away from this shard, and returns it, for `take_over` of another shard.
 
         Returns 0 if the server has no [admission]. Returns None if the count cannot be taken yet, because permits are
         in use, or because the shard is still to grant a share of the permits.
         """
 
-        def hand_over(buffer: ReplayBuffer) -> int | None:
+        def take_count(buffer: ReplayBuffer) -> int | None:
             admission = Admission.of(buffer)
             if admission is None:
                 return 0
             return admission.hand_over()
 
-        return self._server.on_loop(hand_over)
+        return self._server.on_loop(take_count)
 
     def take_over(self, groups: int) -> None:
         """Adds a count that `hand_over` took from another shard. Does nothing without [admission]."""
 
-        def take_over(buffer: ReplayBuffer) -> None:
+        def add_count(buffer: ReplayBuffer) -> None:
             admission = Admission.of(buffer)
             if admission is not None:
                 admission.take_over(groups)
 
-        self._server.on_loop(take_over)
+        self._server.on_loop(add_count)
 
     def stop(self) -> None:
         """Ends the server in good order. `ray.kill` alone would kill the process at once."""
@@ -156,12 +158,15 @@ class Shards:
     """The shards of one service in a Ray cluster. Raises ShardError if Ray is missing or does not answer."""
 
     def __init__(self, name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> None:
-        """Connects this process to a Ray cluster, unless it is connected. Without an address, Ray looks for one."""
+        """Connects this process to a Ray cluster, unless it is connected already.
+
+        Without `ray_address`, Ray looks for a cluster.
+        """
         try:
             import ray as module
         except ImportError:
             raise ShardError("shards need Ray: pip install '.[ray]' in a clone of the repository") from None
-        ray: Any = module  # half of its functions have no types
+        ray: Any = module  # because half of Ray's functions have no types
         self.name = name
         self.namespace = namespace
         self._ray = ray
@@ -174,10 +179,7 @@ class Shards:
                 raise ShardError(f"no Ray cluster answers at {address}: {error}") from None
 
     def actors(self) -> dict[str, Any]:
-        """The actor of each shard, by the shard's name and in the order of the numbers.
-
-        Includes shards that do not answer.
-        """
+        """Name of each shard -> its actor, in the order of the shards' numbers. Includes shards that do not answer."""
         actors = {}
         for number in self._numbers():
             name = f"{self.name}-{number}"
@@ -198,29 +200,30 @@ class Shards:
         return sorted(numbers)
 
     def status(self) -> list[ShardStatus]:
-        """The status of every shard. A shard that does not answer in time has no address."""
-        # Calls all shards at once. A reference stands for the answer of a call.
+        """The status of every shard. The status of a shard that does not answer in time has no address."""
+        # Calls all shards at once. Each call returns a reference, with which Ray can get the answer later.
         references = {name: actor.status.remote() for name, actor in self.actors().items()}
-        if references:  # Ray cannot wait for nothing
+        if references:  # `wait` raises an error if there are no references
             self._ray.wait(list(references.values()), num_returns=len(references), timeout=_ANSWER_SECONDS)
         return [self._answer(name, reference) for name, reference in references.items()]
 
     def start(
         self, configs: Sequence[Config], options: Mapping[str, Any], pin: bool, timeout: float
     ) -> list[ShardStatus]:
-        """Starts a shard for each of `configs`, unless it runs already, and waits until all serve.
+        """Starts a shard for each of `configs`, unless the shard runs already, and waits until all shards serve.
 
-        `options` go to Ray. `pin` binds each shard to one node. Raises ShardError if a shard fails to start, or takes
-        longer than `timeout` seconds.
+        `options` are Ray's options of the actors. `pin` binds each shard to one node. Raises ShardError if a shard
+        fails to start, or does not serve after `timeout` seconds.
         """
         actor_class: Any = self._ray.remote(ShardActor)
         nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
-        # REPLAY_TOKENS or REPLAY_TOKENS_FILE of this program. The process of a shard may have another environment.
+        # Shards get REPLAY_TOKENS or REPLAY_TOKENS_FILE of this program, because the process of a shard may have a
+        # different environment.
         environment = {name: value for name, value in os.environ.items() if name.startswith("REPLAY_TOKENS")}
         started: dict[str, Any] = {}
         for number, config in enumerate(configs):
             name = f"{self.name}-{number}"
-            # Ray makes the actor, which starts its server, or finds the actor that has this name already.
+            # Ray makes the actor, which starts its server. If an actor has this name already, Ray returns that actor.
             started[name] = actor_class.options(
                 name=name,
                 namespace=self.namespace,
@@ -229,10 +232,10 @@ class Shards:
                 max_restarts=-1,  # no bound
                 max_task_retries=-1,  # no bound
                 max_concurrency=_CALLS_AT_ONCE,
-                scheduling_strategy=self._near(nodes[number % len(nodes)]) if pin else "SPREAD",
+                scheduling_strategy=self._on_node(nodes[number % len(nodes)]) if pin else "SPREAD",
                 **options,
             ).remote(name, config, environment)
-        # Each call is answered when the server of the shard is started.
+        # A shard answers this call when its server is started.
         answers = [actor.address.remote() for actor in started.values()]
         ready, late = self._ray.wait(answers, num_returns=len(answers), timeout=timeout)
         try:
@@ -248,45 +251,47 @@ class Shards:
         return self.status()
 
     def drain(self, names: list[str], draining: bool) -> None:
-        """Makes these shards refuse inserts, or accept them again."""
+        """Makes these shards refuse inserts (`draining`), or accept inserts again."""
         actors = self.actors()
         calls = [actors[name].drain.remote(draining) for name in names]
         self._ray.get(calls, timeout=_ANSWER_SECONDS)
 
     def hand_over(self, leaving: list[str], heir: str) -> None:
-        """Moves the counts of accepted groups from these shards to `heir`, so that all shards together grant as many
-        permits as before.
+        """Moves the counts of accepted groups from the shards `leaving` to the shard `heir`.
 
-        Raises ShardError if a shard still has permits in use, or is to grant a share of the next policy version.
+        So all shards together grant as many permits as before. Raises ShardError if a shard still has permits in use,
+        or is to grant a share of the next policy version.
         """
         actors = self.actors()
         for name in leaving:
             groups = self._ray.get(actors[name].hand_over.remote(), timeout=_ANSWER_SECONDS)
-            if groups is None:  # the shards before this one have handed over, and hand over 0 at the next attempt
+            # If this raises an error, the shards before this one have handed over their counts already. At the next
+            # attempt, these shards return 0.
+            if groups is None:
                 raise ShardError(
                     f"resize is refused for now: {name} has permits in use, or a share of the next version"
                 )
             self._ray.get(actors[heir].take_over.remote(groups), timeout=_ANSWER_SECONDS)
 
     def stop(self, names: list[str]) -> None:
-        """Stops these shards for good. A shard that answers ends in good order."""
+        """Stops these shards for good. Each shard gets _ANSWER_SECONDS to end its server in good order."""
         actors = [actor for name, actor in self.actors().items() if name in names]
         stopping = [actor.stop.remote() for actor in actors]
         if stopping:
             self._ray.wait(stopping, num_returns=len(stopping), timeout=_ANSWER_SECONDS)
-        for actor in actors:  # also those that did not end in time
+        for actor in actors:  # also the actors whose servers did not end in time
             self._ray.kill(actor, no_restart=True)
 
     def _answer(self, name: str, reference: Any) -> ShardStatus:
-        """The status that a shard has answered; without an address if there is no answer yet."""
+        """The status in the answer of a shard. If the shard has not answered, the status has no address."""
         try:
             status: ShardStatus = self._ray.get(reference, timeout=0)
             return status
-        except self._ray.exceptions.RayError:  # the shard is away, or too slow
+        except self._ray.exceptions.RayError:  # the shard is dead or too slow
             return ShardStatus(name, address="")
 
-    def _near(self, node: str) -> Any:
-        """The strategy that places an actor on this node as long as the node lives, and then on any other node."""
+    def _on_node(self, node: str) -> Any:
+        """The strategy that places an actor on this node as long as the node lives, and later on any other node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         return NodeAffinitySchedulingStrategy(node, soft=True)
@@ -305,16 +310,17 @@ def up(
     ray_address: str | None = None,
     timeout: float = 120.0,
 ) -> list[ShardStatus]:
-    """Starts `shards` shards NAME-0, NAME-1, ... and returns when all serve. Shards that run already stay.
+    """Starts `shards` shards NAME-0, NAME-1, ... and returns when all serve. Shards that run already stay as they are.
 
-    Every shard has `config`. Clients send each shard its shard index, by which the shards share
-    `fresh_groups_per_step` of [admission]. Other machines can reach the address of a shard, unless the address of its
-    node is loopback. A shard that they can reach starts only with tokens, a `tls_client_ca`, or `insecure` in
+    Every shard has the configuration `config`. Clients send each shard its shard index, by which the shards divide
+    `fresh_groups_per_step` of [admission] among themselves. Other machines can reach a shard, unless the address of its
+    node is loopback. A shard that other machines can reach starts only with tokens, a `tls_client_ca`, or `insecure` in
     [security].
 
-    data_dir: each shard keeps its items in a folder NAME-<number> in it; absent: in memory only. The folder must be
-    shared by all nodes, unless `pin` is set: then each shard stays on one node as long as that node lives.
-    port: shard i listens on `port` + i of its node, so that a list of addresses stays true; 0: on any free port.
+    data_dir: the folder in which each shard keeps its items, in a folder NAME-<number> of its own; absent: shards keep
+    items in memory only. All nodes must share the folder, unless `pin` is set.
+    pin: each shard stays on one node as long as that node lives.
+    port: shard i listens on port `port` + i of its node, so that a list of addresses stays true; 0: on any free port.
     memory: bytes that Ray reserves for each shard; absent: a quarter more than `max_bytes` of [server].
 
     Raises ShardError if more than `shards` shards run already, or if a shard cannot start within `timeout` seconds.
@@ -328,7 +334,7 @@ def up(
 
 
 def status(name: str = NAME, namespace: str = NAMESPACE, ray_address: str | None = None) -> list[ShardStatus]:
-    """The status of every shard. A shard that does not answer has no address."""
+    """The status of every shard. The status of a shard that does not answer has no address."""
     return Shards(name, namespace, ray_address).status()
 
 
@@ -353,32 +359,36 @@ def resize(
     ray_address: str | None = None,
     timeout: float = 120.0,
 ) -> list[ShardStatus]:
-    """Adds shards, or removes the shards with the highest numbers. Arguments as in `up`.
+    """Adds shards, or removes the shards with the highest numbers, until there are `shards` shards.
 
-    A shard that is to be removed accepts no more inserts from this call on, and is stopped when it is empty. Until then
-    this function raises a ShardError that says what the shard still holds: call it again later. With the next policy
-    version the trainer divides `fresh_groups_per_step` of [admission] among the shards that stay. The shard is not
-    stopped before that.
+    The arguments are those of `up`. A shard that is to be removed accepts no more inserts from this call on. As long as
+    it holds items, this function raises a ShardError that says how many, so call the function again later. When the
+    shard is empty, this function stops it.
+
+    With the next policy version, the trainer divides `fresh_groups_per_step` of [admission] among the shards that stay.
+    Before that, this function does not stop a shard but raises ShardError.
     """
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
-    now = service.status()
-    away = [shard.name for shard in now if not shard.is_up]
+    statuses = service.status()
+    away = [shard.name for shard in statuses if not shard.is_up]
     if away:
         raise ShardError(f"resize is refused: {', '.join(away)} cannot be reached, and nobody knows what is there")
-    names = [shard.name for shard in now]
+    names = [shard.name for shard in statuses]
     staying = names[:shards]
     leaving = names[shards:]
-    service.drain(staying, False)  # an earlier resize to fewer shards may have made them drain
+    service.drain(staying, draining=False)  # an earlier resize to fewer shards may have made them drain
     if not leaving:
         return service.start(configs, _options(config, memory), pin, timeout)
-    service.drain(leaving, True)  # before the look at what they hold, which therefore only decreases
-    held = []
+    # The shards drain before they are asked what they hold. So a shard that is empty then stays empty.
+    service.drain(leaving, draining=True)
+    not_empty = []
     for shard in service.status():
+        # A shard that does not answer counts as not empty, because nobody knows what it holds.
         if shard.name in leaving and (shard.items or not shard.is_up):
-            held.append(shard)
-    if held:  # a shard that does not answer counts as well: nobody knows what it holds
-        rest = ", ".join(f"{shard.name} holds {counted(shard.items, 'item')}" for shard in held)
+            not_empty.append(shard)
+    if not_empty:
+        rest = ", ".join(f"{shard.name} holds {counted(shard.items, 'item')}" for shard in not_empty)
         raise ShardError(f"resize is refused for now: {rest}, and takes no more; try again when it is empty")
     service.hand_over(leaving, staying[0])
     service.stop(leaving)
@@ -386,28 +396,28 @@ def resize(
 
 
 def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name: str, port: int) -> list[Config]:
-    """The configuration of each shard: `config`, except for the shard's addresses and folder."""
+    """The configuration of each shard, which is `config` with the addresses and the folder of the shard."""
     if not 1 <= shards <= MAX_SHARDS:
         raise ShardError(f"shards must be from 1 to {MAX_SHARDS}, not {shards}")
-    parts = []
+    configs = []
     for number in range(shards):
         listen_port = port + number if port else 0  # 0: any free port, also after each restart
         section: dict[str, Any] = {
             "listen": f"0.0.0.0:{listen_port}",
-            # Several shards may run on one node.
+            # Any free port, because several shards may run on one node.
             "metrics_listen": None if config.server.metrics_listen is None else "0.0.0.0:0",
         }
         if data_dir is not None:
             section["data_dir"] = Path(data_dir) / f"{name}-{number}"
         server = config.server.model_copy(update=section)
-        parts.append(config.model_copy(update={"server": server}))
-    return parts
+        configs.append(config.model_copy(update={"server": server}))
+    return configs
 
 
 def _check_answers(ray_address: str | None) -> None:
     """Raises ShardError if nothing listens at the address. Ray itself would try to connect for many minutes."""
     host, _, port = (ray_address or "").removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():  # no address of a host, but for example "auto"
+    if not host or not port.isdecimal():  # `ray_address` names no host and port, but is for example "auto"
         return
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
@@ -416,9 +426,10 @@ def _check_answers(ray_address: str | None) -> None:
 
 
 def _options(config: Config, memory: int | None) -> dict[str, Any]:
-    """The resources that Ray reserves for a shard: a core, and the memory of the shard. Never a GPU."""
+    """Ray's options of a shard: Ray reserves one core and the memory of the shard, but no GPU."""
     if memory is None:
-        memory = int(1.25 * (config.server.max_bytes or 0))  # a quarter more, for all that is not a payload
+        # A shard needs more memory than `max_bytes`, which bounds only the bytes of payloads and labels.
+        memory = int(1.25 * (config.server.max_bytes or 0))
     options: dict[str, Any] = {"num_cpus": 1}
     if memory:
         options["memory"] = memory

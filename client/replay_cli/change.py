@@ -44,20 +44,20 @@ def update(
     texts = pairs("update", changes, TableConfig.model_fields)
     wanted = {name: json_or_word(text) for name, text in texts.items()}
     with connect(context) as client:
-        info = ask(lambda: client.server_info(tables=[table]).tables[table])
-        loss = ask(lambda: _losses(info, wanted))
-        if loss:
-            confirm(f"{table} {loss}: items may be dropped. Go on?", yes)
-        after = ask(lambda: client.update_table(table, **wanted))
-    old = json.loads(info.config)
-    new = json.loads(after.config)
+        info_before = ask(lambda: client.server_info(tables=[table]).tables[table])
+        excess = ask(lambda: _excess(info_before, wanted))
+        if excess:
+            confirm(f"{table} {excess}: items may be dropped. Go on?", yes)
+        info_after = ask(lambda: client.update_table(table, **wanted))
+    old = json.loads(info_before.config)
+    new = json.loads(info_after.config)
     lines = []
     for name in new:
         if old[name] != new[name]:
             lines.append(f"{table}.{name}: {json.dumps(old[name])} -> {json.dumps(new[name])}")
     if not lines:
         lines.append(f"{table}: nothing changed")
-    print_result(as_json, document(after), *lines)
+    print_result(as_json, document(info_after), *lines)
 
 
 def reset(
@@ -80,10 +80,11 @@ def reset(
     print_result(as_json, {"removed": removed}, f"{counted(removed, 'item')} removed from {target}")
 
 
-def _losses(info: TableInfo, wanted: Document) -> str:
-    """The first of the new limits that the table exceeds, in words that follow the table's name. Empty: none of them.
+def _excess(info: TableInfo, wanted: Document) -> str:
+    """Describes the first new limit that the table exceeds, or may exceed; empty: there is no such limit.
 
-    `wanted`: the new values of fields of the table, by name. Raises ValueError for a text that is no size.
+    The text is to follow the table's name. `wanted`: the new values of fields of the table, by name. Raises ValueError
+    for a text that is no size.
     """
     from replay_server.tables.config import parse_bytes
 
@@ -94,18 +95,17 @@ def _losses(info: TableInfo, wanted: Document) -> str:
         "max_staleness": (staleness, "versions of staleness"),
     }
     for name, (amount, unit) in amounts.items():
-        limit = parse_bytes(wanted.get(name))  # only a text is parsed; a number or None stays
+        limit = parse_bytes(wanted.get(name))  # parses a text such as "2GiB"; returns a number or None as it is
         # A limit that is negative or no number is skipped here, because the server refuses it.
         if isinstance(limit, int | float) and 0 <= limit < amount:
             return f"holds {amount:.0f} {unit}, more than {name} {limit:.0f}"
-    uses = wanted.get("max_times_sampled")  # 0: without a limit
-    uses_before = json.loads(info.config)["max_times_sampled"]
+    max_uses = wanted.get("max_times_sampled")  # 0: there is no limit
+    max_uses_before = json.loads(info.config)["max_times_sampled"]
     # A new or lower limit removes the items that were sampled that often. This command does not know if there are any.
-    if isinstance(uses, int) and uses and info.size:
-        had_no_limit = not uses_before
-        is_lower = had_no_limit or uses < uses_before
-        if is_lower:
-            return f"may hold items that were sampled {counted(uses, 'time')}"
+    if isinstance(max_uses, int) and max_uses and info.size:
+        had_no_limit = not max_uses_before
+        if had_no_limit or max_uses < max_uses_before:
+            return f"may hold items that were sampled {counted(max_uses, 'time')}"
     return ""
 
 
@@ -114,7 +114,8 @@ def _show_policy(context: typer.Context, as_json: AsJson = False) -> None:
     """Show the current version, the location of its weights and its age, or set it."""
     if context.invoked_subcommand is None:
         with connect(context) as client:
-            _print(ask(client.policy), as_json)
+            current = ask(client.policy)
+            _print(current, as_json)
 
 
 def _set_policy(
@@ -140,12 +141,14 @@ def _set_policy(
     Example: replay policy set 0 --rollback
     """
     if rollback:
-        more = ","
+        question = f"Go back to version {version}, "
         if state:
-            more = f", bring back what was consumed after state {state!r}, drop items of later versions,"
-        confirm(f"Go back to version {version}{more} and count permits anew?", yes)
+            question += f"bring back what was consumed after state {state!r}, drop items of later versions, "
+        question += "and count permits anew?"
+        confirm(question, yes)
     with connect(context) as client:
-        _print(ask(lambda: client.set_policy_version(version, weights, rollback=rollback, state=state)), as_json)
+        current = ask(lambda: client.set_policy_version(version, weights, rollback=rollback, state=state))
+        _print(current, as_json)
 
 
 policy.add(_set_policy, name="set")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 Check = Annotated[bool, typer.Option("--check", help="Check all of this, and end before anything starts.")]
 _MOST_TRIED = 100
-"""The most prompts that are tried to find one that can be completed."""
+"""The most prompts that `first_prompt` tries until it finds one that can be completed."""
 
 
 def check_folder(name: str, folder: Path) -> None:
-    """Raises ValueError unless `folder` exists or can be made, and files can be written into it.
+    """Checks that `folder` exists or can be made, and that files can be written into it. Raises ValueError if not.
 
     `name`: the setting that names the folder.
     """
@@ -46,10 +46,10 @@ def check_folder(name: str, folder: Path) -> None:
 
 
 def check_listen(name: str, address: str) -> None:
-    """Raises ValueError unless a server can listen on `address`, the value of the setting `name`."""
+    """Checks that a server can listen on `address`, the value of the setting `name`. Raises ValueError if not."""
     host, _, port = address.rpartition(":")
     try:
-        bare_host = host.strip("[]")  # brackets stand around an IPv6 address
+        bare_host = host.strip("[]")  # an IPv6 address is written in brackets
         candidates = socket.getaddrinfo(bare_host, int(port), type=socket.SOCK_STREAM)
         family, _, _, _, resolved = candidates[0]
         with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -65,7 +65,7 @@ def check_listen(name: str, address: str) -> None:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The tokenizer and the limits of a model. Prompts are checked with them, because no engine is loaded."""
+    """The tokenizer and the limits of a model. They take the place of the engine, which a check does not load."""
 
     tokenizer: Any
     max_length: int
@@ -75,9 +75,10 @@ class ModelFiles:
 
 
 def model_files(model: str, max_length: int | None = None) -> ModelFiles:
-    """Reads configuration and tokenizer of a model, and no weights. Raises a ValueError that names the model.
+    """Reads the configuration and the tokenizer of a model, but no weights.
 
-    `max_length`: tokens of the engine's context; None: as many as the model has positions.
+    `max_length`: the number of tokens of the engine's context; None: as many as the model has positions. Raises a
+    ValueError that names the model if the files cannot be read.
     """
     with _without_torch():
         from transformers import AutoConfig, AutoTokenizer
@@ -92,8 +93,9 @@ def model_files(model: str, max_length: int | None = None) -> ModelFiles:
     positions = None
     if not _stretches_positions(config):
         positions = getattr(config, "max_position_embeddings", None)
-    limit = max_length or positions or sys.maxsize  # without the first two, only the engine knows its limit
-    return ModelFiles(tokenizer, limit, getattr(config, "vocab_size", None))
+    limit = max_length or positions or sys.maxsize  # if the first two are None, only the engine knows its limit
+    vocabulary = getattr(config, "vocab_size", None)
+    return ModelFiles(tokenizer, limit, vocabulary)
 
 
 def _stretches_positions(config: Any) -> bool:
@@ -103,7 +105,8 @@ def _stretches_positions(config: Any) -> bool:
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sections = [rope]
-    sections += [value for value in rope.values() if isinstance(value, dict)]  # some models have one per kind of layer
+    # Some models have a section for each kind of layer.
+    sections += [value for value in rope.values() if isinstance(value, dict)]
     for section in sections:
         kind = section.get("rope_type", section.get("type", "default"))  # `type` in older configurations
         if kind != "default":
@@ -113,14 +116,14 @@ def _stretches_positions(config: Any) -> bool:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hides torch inside the block, so that transformers does not import it: that takes ten seconds.
+    """Hides torch inside the block, so that transformers does not import torch, which takes ten seconds.
 
-    No tokenizer needs torch. If code of the user has already imported torch, torch is not hidden.
+    No tokenizer needs torch. If torch is imported already, for example by code of the user, torch is not hidden.
     """
     if "torch" in sys.modules:
         yield
         return
-    # transformers would warn that there is no torch.
+    # Without this variable, transformers would warn that there is no torch.
     advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     sys.modules["torch"] = None  # type: ignore[assignment]  # None tells Python that there is no such module
@@ -133,7 +136,7 @@ def _without_torch() -> Iterator[None]:
 
 
 def check_weights(model: str) -> None:
-    """Raises ValueError for a folder without weights. A name on the hub is not looked up."""
+    """Checks that `model` has weights if it is a folder. Raises ValueError if not. A name on the hub is not checked."""
     folder = Path(model)
     if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise ValueError(f"--model {model} holds no weights: no file *.safetensors")
@@ -145,10 +148,10 @@ def check_weights(model: str) -> None:
 def first_prompt(
     rows: Iterable[PromptSource] | PromptRows, model: ModelFiles, settings: GeneratorConfig
 ) -> tuple[Prompt, list[int]]:
-    """The first prompt that a generator would complete, and its token ids (P,).
+    """Returns the first prompt that a generator would complete, and its token ids (P,).
 
     Raises ValueError if there are no prompts, and PromptError if the first prompt cannot be completed. If the run skips
-    such prompts, raises PromptError only if none of the first hundred prompts can be completed.
+    prompts that cannot be completed, raises PromptError only if the first hundred prompts are all of this kind.
     """
     from replay_generator import PromptError
     from replay_generator.prompts.prompt import prompt_for
@@ -177,29 +180,32 @@ def rewards_of_nothing(
 ) -> dict[str, float]:
     """Calls the reward functions on an empty answer. Returns their rewards by name. NaN: the function abstains.
 
-    `has_rollouts`: True if each rollout of the run is one completion of its prompt. Other rollouts cannot be made up
-    here, so if it is False, functions with a parameter for rollouts are not called. Raises RewardError if a function
-    fails, unless the run would skip the group.
+    `has_rollouts`: True if each rollout of the run is one completion of its prompt, because only such a rollout can be
+    made up here. If `has_rollouts` is False, functions with a parameter for rollouts are not called.
+
+    Raises RewardError if a function fails. If the run would skip the group, returns an empty dict instead.
     """
     from replay_generator.engines import Completion
     from replay_generator.rewards.functions import RewardError, Scorer
     from replay_generator.rollouts.rollout import Rollout, RolloutSequence
     from replay_generator.user_code.calls import run
 
-    sequence = RolloutSequence([0])  # a prompt of one token, which may be any
-    sequence.append_completion(Completion([], [], "", "stop", []))
+    sequence = RolloutSequence([0])  # the prompt is one token, and any token will do
+    empty_completion = Completion(token_ids=[], logprobs=[], text="", finish_reason="stop", policy_versions=[])
+    sequence.append_completion(empty_completion)
+    rollout = Rollout([sequence])
     called = [reward for reward in rewards if has_rollouts or not _asks_for_rollouts(reward)]
     if not called:
         return {}
     scorer = Scorer(called, threads=settings.reward_threads, timeout=settings.reward_timeout)
     try:
         # The first result is the weighted sum of the rewards, which nobody needs here.
-        _, by_name = run(scorer.score(prompt.row, [""], [Rollout([sequence])]))
+        _, rewards_by_name = run(scorer.score(prompt.row, [""], [rollout]))
     except RewardError:
         if settings.on_prompt_error == "skip":
             return {}
         raise
-    return {name: float(values[0]) for name, values in by_name.items()}
+    return {name: float(values[0]) for name, values in rewards_by_name.items()}
 
 
 def _asks_for_rollouts(reward: Reward) -> bool:

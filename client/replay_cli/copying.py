@@ -1,8 +1,8 @@
 """`replay copy`: copies the finished files of a folder to an object store, and brings a checkpoint back.
 
-A file under its final name is finished: checkpoints and files of an archive get that name when they are whole on the
-disk. So this process does not ask the server or the archiver, and neither waits for this process. It removes nothing
-from the folder or the store.
+Checkpoints and files of an archive get their final names only when they are whole on the disk. So the name of a file
+tells whether the file is finished. This process does not ask the server or the archiver, and neither of them waits for
+this process. It removes nothing from the folder or the store.
 
 fsspec reaches the stores. Credentials come from the environment, where the stores' own tools look for them.
 """
@@ -26,26 +26,28 @@ LOOK_SECONDS = 5.0
 _FINISHED = re.compile(r"[\w.\-]+\.checkpoint|groups-[\w\-]+\.parquet")
 """The names of finished files."""
 _PACKAGES = {"s3": ("s3fs",), "gs": ("gcsfs",)}
-"""The packages that fsspec needs for a kind of store, by the scheme of its addresses."""
-_SEAL = 64
-"""The number of bytes at the end of a checkpoint that are compared. They belong to the seal, which has the checksum and
-the time, so they differ between any two checkpoints. The whole seal takes up to SEAL_BYTES."""
+"""Scheme of the address of a store -> the packages that fsspec needs for it."""
+_COMPARED_BYTES = 64
+"""The number of bytes at the end of a checkpoint by which `Store.has` compares checkpoints. These bytes are a part of
+the seal, which has the checksum and the time. So they differ between any two checkpoints."""
 
 
 class Store:
     """The finished files at an address of fsspec. Methods raise the errors of the store, which may be of any type."""
 
     def __init__(self, address: str) -> None:
-        need(address, "objects", "fsspec", *_PACKAGES.get(address.partition("://")[0], ()))
+        """Ends the command if a package for this kind of store is not installed."""
+        scheme = address.partition("://")[0]
+        need(address, "objects", "fsspec", *_PACKAGES.get(scheme, ()))
         from fsspec.core import url_to_fs
 
         self._fs, self._root = url_to_fs(address)
 
     def files(self) -> dict[str, Any]:
-        """The store's entry of each finished file, by the file's name. An address may name a single file."""
-        self._fs.invalidate_cache()  # otherwise `ls` may return a listing from before
+        """Name of each finished file -> the store's entry for it. An address may name a single file."""
+        self._fs.invalidate_cache()  # otherwise `ls` may return an old listing
         try:
-            listed = self._fs.ls(self._root, detail=True)  # of a file: the entry of that file
+            listed = self._fs.ls(self._root, detail=True)  # if the address names a file, `ls` returns its entry
         except FileNotFoundError:  # nothing was copied yet
             return {}
         entries = {}
@@ -56,18 +58,21 @@ class Store:
         return entries
 
     def has(self, path: Path, entry: Any) -> bool:
-        """True if the store holds this file already. `entry`: the store's entry with the name of the file, or None."""
+        """True if the store holds this file already.
+
+        `entry`: the store's entry for a file of the same name; None: the store has no such file.
+        """
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _SEAL))  # what `file.read` returns below: the end of the file
             if entry is None or entry["size"] != size:
                 return False
             if path.suffix != ".checkpoint":
-                return True  # the name of a file of an archive is unique
-            return bool(self._fs.tail(entry["name"], _SEAL) == file.read())
+                return True  # a file of an archive: no two of them have the same name
+            file.seek(max(0, size - _COMPARED_BYTES))
+            return bool(self._fs.tail(entry["name"], _COMPARED_BYTES) == file.read())
 
     def send(self, path: Path) -> None:
-        """Copies a file into the store. Its name appears there when the copy is whole."""
+        """Copies a file into the store. The name of the file appears there only when the copy is whole."""
         from fsspec import Callback
 
         from replay_client.waits import beat
@@ -75,7 +80,7 @@ class Store:
         target = f"{self._root}/{path.name}"
         if not getattr(self._fs, "local_file", False):
             # An object store shows an object only when it is whole, so no temporary name is needed. fsspec calls the
-            # hook during the copy. The heartbeat then tells a supervisor that this process still works.
+            # hook "beat" during the copy, so that a supervisor sees by the heartbeat that this process still works.
             progress = Callback(hooks={"beat": lambda *_, **__: beat()})
             self._fs.put_file(str(path), target, callback=progress)
             return
@@ -85,10 +90,10 @@ class Store:
         self._fs.mv(target + ".tmp", target)
 
     def checkpoints(self) -> list[tuple[float, Any, str]]:
-        """The checkpoints, the newest first. For each: its time, its entry, and why it cannot be restored, or "".
+        """The checkpoints, the newest first. Each has its time, its entry, and why it cannot be restored; "": it can.
 
-        The time is that in the seal, so a checkpoint does not become newer if it is copied late or again. If the seal
-        is damaged, the time is that of the file in the store.
+        The time is taken from the seal, so a checkpoint does not become newer if it is copied late or again. If the
+        seal is damaged, the time is that of the file in the store.
         """
         from replay_server.storage.checkpoints import SEAL_BYTES, DamagedCheckpoint, sealed_by
 
@@ -99,7 +104,7 @@ class Store:
             end = self._fs.tail(entry["name"], SEAL_BYTES)
             problem = ""
             try:
-                # Decodes the seal in `end`. This needs neither the other bytes nor a file with this path.
+                # This decodes the seal in `end`. It reads no file, so the path may be a bare name.
                 created = sealed_by(end, entry["size"], Path(name)).created
             except DamagedCheckpoint as error:
                 created = self._fs.modified(entry["name"]).timestamp()
@@ -108,7 +113,7 @@ class Store:
         return sorted(found, key=_time_and_name, reverse=True)
 
     def bring(self, entry: Any, path: Path) -> None:
-        """Copies a file of the store to `path`. The file appears there when the copy is whole."""
+        """Copies a file of the store to `path`. The file appears there only when the copy is whole."""
         unfinished = path.with_name(path.name + ".tmp")
         try:
             self._fs.get_file(entry["name"], str(unfinished))
@@ -118,7 +123,7 @@ class Store:
 
 
 def _time_and_name(checkpoint: tuple[float, Any, str]) -> tuple[float, str]:
-    """The sort key of `Store.checkpoints`."""
+    """The sort key of `Store.checkpoints`: checkpoints of the same time are sorted by their names."""
     created, entry, _ = checkpoint
     return created, entry["name"]
 
@@ -148,13 +153,13 @@ def copy(
     except ValueError as error:
         fail(f"{address}: {error}")
     say(f"copying {folder} to {address}")
-    done: dict[str, tuple[int, int]] = {}
+    done: dict[str, tuple[int, int]] = {}  # see `copy_finished`
     last_problem = ""
     is_last = False
     while True:
         problem = copy_finished(folder, store, done)
-        if not problem:  # without heartbeats, a health check reports this process after a while
-            beat()
+        if not problem:
+            beat()  # if the problem lasts, there are no heartbeats, and a health check reports this process
         if problem and not last_problem:
             complain(f"{folder} is not copied: {problem}; it is tried again")
         if last_problem and not problem:
@@ -168,22 +173,22 @@ def copy(
 
 
 def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) -> str:
-    """Copies the files that `store` lacks, the oldest first. Returns why a file could not be copied, or "".
+    """Copies the finished files that `store` lacks, the oldest first. Returns why the last failed copy failed, or "".
 
-    A file that cannot be copied does not stop the others. `done`: the time and size of each file that the store is
-    known to have, by name. This function adds the files that it copies.
+    After a failure, the function goes on with the next file. `done`: name of each file that the store is known to have
+    -> its time and size. The function adds the files that it copies, or finds in the store.
     """
     problem = ""
     try:
         versions = _versions(folder)
         fresh = [path for path, version in versions.items() if done.get(path.name) != version]
-        fresh.sort(key=versions.__getitem__)
-        stored = store.files() if fresh else {}  # the store is asked only if there is something to copy
+        fresh.sort(key=lambda path: versions[path])
+        stored = store.files() if fresh else {}  # the store is not asked if there is nothing to copy
     except Exception as error:  # each store has its own types of errors
         return in_words(error)
     for path in fresh:
         if not path.exists():
-            continue  # the server has removed it meanwhile
+            continue  # the server has removed the file since `_versions` found it
         try:
             if not store.has(path, stored.get(path.name)):
                 store.send(path)
@@ -195,7 +200,7 @@ def copy_finished(folder: Path, store: Store, done: dict[str, tuple[int, int]]) 
 
 
 def _versions(folder: Path) -> dict[Path, tuple[int, int]]:
-    """The time (ns) and size (bytes) of each finished file of a folder, by its path."""
+    """Path of each finished file of a folder -> its time (ns) and size (bytes)."""
     versions = {}
     for path in folder.iterdir():
         if _FINISHED.fullmatch(path.name) and path.is_file():
@@ -205,9 +210,9 @@ def _versions(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def fetch(address: str, folder: Path) -> str:
-    """Copies the newest whole checkpoint at an address into a folder. Returns its name.
+    """Copies the newest whole checkpoint at an address into a folder. Returns its name without `.checkpoint`.
 
-    The address may name the checkpoint itself. Prints which newer checkpoints are damaged. Raises ValueError if no
+    The address may name the checkpoint itself. If newer checkpoints are damaged, prints which. Raises ValueError if no
     checkpoint can be restored.
     """
     store = Store(address)
@@ -217,7 +222,7 @@ def fetch(address: str, folder: Path) -> str:
         for _, entry, problem in store.checkpoints():
             path = folder / Path(entry["name"]).name
             if not problem:
-                problem = _fetched(store, entry, path)
+                problem = _bring_and_verify(store, entry, path)
             if not problem:
                 if problems:
                     complain(f"{address}: {path.name} is taken, the newest whole checkpoint, for {'; '.join(problems)}")
@@ -226,14 +231,14 @@ def fetch(address: str, folder: Path) -> str:
         if problems:
             raise ValueError(f"no checkpoint that can be restored: {'; '.join(problems)}")
         raise ValueError("there is no checkpoint")
-    except Exception as error:  # the ValueErrors above, that of `_fetched`, and errors of the store of any type
+    except Exception as error:  # the ValueErrors of this function and its helper, and errors of the store of any type
         raise ValueError(f"{address}: {in_words(error)}") from error
 
 
-def _fetched(store: Store, entry: Any, path: Path) -> str:
-    """Copies a checkpoint to `path`, unless `path` has it already. Returns why it cannot be restored, or "".
+def _bring_and_verify(store: Store, entry: Any, path: Path) -> str:
+    """Copies a checkpoint to `path`, unless the file is there already, and verifies it.
 
-    Raises ValueError if `path` is another checkpoint.
+    Returns why the checkpoint cannot be restored, or "". Raises ValueError if `path` is another checkpoint.
     """
     from replay_server.storage.checkpoints import DamagedCheckpoint, verified
 
@@ -245,7 +250,7 @@ def _fetched(store: Store, entry: Any, path: Path) -> str:
     try:
         verified(path)  # reads the whole file, and compares the checksum of its bytes with the one in the seal
     except DamagedCheckpoint as error:
-        if is_new:  # a file that this command has not made stays
+        if is_new:  # remove only a file that this command has made
             path.unlink()
         return str(error)
     return ""

@@ -1,6 +1,7 @@
 """Requests: checks a caller's values, makes messages of them, and packs items into messages.
 
-It also makes the keys of new items and the ids of requests. replay.proto states the conventions of the protocol.
+This module also makes the keys of new items and the ids of requests. replay.proto states the conventions of the
+protocol.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ FIRST_KEY = 1 << 62
 """The smallest key of a KeySequence."""
 LAST_KEY = (1 << 63) - 1
 """The largest key of a KeySequence."""
-_LONGEST = 80
-"""The most characters that an error shows of a value."""
+_MOST_CHARACTERS = 80
+"""The most characters of a value that an error shows."""
 
 
 class KeySequence:
-    """Keys that no other client chooses: 38 random bits and a counter of 24 bits.
+    """Makes keys for new items. No other client makes the same keys, because each key has 38 random bits.
 
-    After a fork, both processes would choose the same keys.
+    The lowest 24 bits of a key are a counter. After a fork, parent and child would make the same keys with this object.
     """
 
     def __init__(self) -> None:
@@ -47,10 +48,10 @@ class KeySequence:
         """The remaining keys with the present random bits."""
 
     def __next__(self) -> int:
-        """The next key, which is the last one plus 1, except after 2**24 keys."""
+        """The next key. It is the key before it plus 1 or, after every 2**24 keys, a key with new random bits."""
         key = next(self._keys, None)
-        if key is None:  # at the first key, and when the counter has reached its end: draw new random bits
-            start = FIRST_KEY | secrets.randbits(38) << 24
+        if key is None:  # this is the first key, or the counter has reached its end, so draw new random bits
+            start = FIRST_KEY | (secrets.randbits(38) << 24)
             self._keys = iter(range(start, start + (1 << 24)))
             key = next(self._keys)
         return key
@@ -76,14 +77,14 @@ def priorities_message(
 
 
 def new_id() -> int:
-    """An id for a draw or another request. No other client chooses the same id."""
-    return secrets.randbits(62) | 1 << 62
+    """An id for a draw or another request. It is random, so that no other client chooses the same id."""
+    return secrets.randbits(62) | (1 << 62)  # never 0, which stands for no id
 
 
 def once(request: M) -> M:
-    """Gives `request` an id in place, and returns it. The server answers a retry as the first try, and changes nothing.
+    """Sets a new id in `request`, and returns this same message.
 
-    The server recognises a retry by the id.
+    By the id, the server recognises a retry. It then changes nothing, and gives the same answer as at the first try.
     """
     cast("Any", request).request = new_id()
     return request
@@ -92,9 +93,10 @@ def once(request: M) -> M:
 def tag_filters(tags: Mapping[str, TagValue] | None) -> list[pb.TagFilter]:
     """The filters for items that have these tags. Raises InvalidRequestError for tags that no item can have."""
     try:
-        return [pb.TagFilter(name=name, value=str(value)) for name, value in labels_of((), tags).pairs]
+        labels = labels_of(columns=(), tags=tags)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
+    return [pb.TagFilter(name=name, value=str(value)) for name, value in labels.pairs]
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
@@ -106,9 +108,10 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _explain(kind: type[Message], fields: Mapping[str, Any], error: Exception) -> str:
-    """An error text that names the first field whose value protobuf refuses; the text of `error` if it refuses none.
+    """The text of an error that names the first field whose value protobuf refuses.
 
-    Protobuf's own `error` does not name the field, so this function tries each field alone.
+    Protobuf's own `error` does not name the field, so this function tries each field alone. If protobuf accepts each
+    field alone, returns the text of `error`.
     """
     for name, value in fields.items():
         try:
@@ -139,36 +142,38 @@ def whole_number(name: str, value: SupportsIndex, bits: int) -> int:
 
 
 def shortened(value: object) -> str:
-    """The value as an error shows it, with at most `_LONGEST` characters."""
+    """The `repr` of a value, for an error. A longer text is cut after `_MOST_CHARACTERS` characters."""
     text = repr(value)
-    if len(text) <= _LONGEST:
+    if len(text) <= _MOST_CHARACTERS:
         return text
-    return f"{text[:_LONGEST]}..."
+    return f"{text[:_MOST_CHARACTERS]}..."
 
 
 # ------------------------------------------------------------------------------------------------------------- items
 
 ROWS_PER_MESSAGE = 1024
-"""The most items in one message. A message costs both sides as much as many small items."""
+"""The most items in one message. Many small items share a message, because each message costs client and server about
+as much as many small items do."""
 BYTES_TOGETHER = 2 << 20
-"""The most payload bytes of items that share a message. A larger item has messages of its own, and is cut into smaller
-pieces, because the server waits at most `stall_timeout` for the next piece, in which a slow link must carry a piece."""
+"""The most payload bytes of items that share a message. A larger item is sent alone, in several messages with smaller
+pieces of it. The pieces are small because the server waits at most `stall_timeout` for the next piece, so even a slow
+link must carry a piece within this time."""
 
 
-@dataclass(slots=True)  # not frozen: that would make it four times as slow to create
+@dataclass(slots=True)  # not frozen, because a frozen object takes four times as long to create
 class Item:
     """One item that a client inserts, or a segment with which it extends a stored item."""
 
     key: int
     priorities: Mapping[str, float]
-    """The item's priority in each of its tables, by the name of the table. Empty for a segment."""
+    """Name of each table that the item enters -> its priority in that table. Empty for a segment."""
     policy_version: int
     payload: Sequence[Buffer]
     """The bytes of the item, as consecutive buffers."""
     nbytes: int
-    """The total length of these buffers."""
+    """The bytes of all buffers of `payload` together."""
     timeout: float | None
-    """Seconds that the item may wait for its tables; None: for ever."""
+    """Seconds that the item may wait until its tables take it; None: it may wait for ever."""
     permits: int = 0
     """The id of the grant from which the item uses up a permit; 0: the item uses no permit."""
     granted_by: str = ""
@@ -176,12 +181,13 @@ class Item:
     labels: Labels = NO_LABELS
     """The tags of the item, and the names of its columns."""
     closes: tuple[int, ...] = ()
-    """The leases that the insert of the item acknowledges; for a segment, the leases that must not have ended."""
+    """The ids of the leases that the insert of the item acknowledges. A segment acknowledges no leases, but the server
+    refuses it if one of these leases has ended."""
     closed_on: str = ""
     """The name of the shard that gave the samples of these leases."""
     request: int = 0
-    """The id of a segment, by which the server recognises a segment that is sent again. The segment is appended to the
-    stored item that has this `key`. 0: this is a new item and no segment."""
+    """The id of a segment, by which the server recognises a segment that is sent again. The server appends the segment
+    to the stored item that has this `key`. 0: this is a new item and no segment."""
     completions: int = 0
     """The number of completions in the group; 0: unknown, because the caller passed bytes."""
     completion_tokens: int = 0
@@ -194,7 +200,10 @@ class Item:
     def segment(
         cls, key: int, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str] | None, timeout: float | None
     ) -> Item:
-        """A segment with these columns. Raises InvalidRequestError for columns that `encode_columns` refuses."""
+        """A segment that adds the columns `extras` to the stored item with this `key`.
+
+        Raises InvalidRequestError for columns that `encode_columns` refuses, and for names that no column can have.
+        """
         try:
             payload = encode_columns(extras, axes)
             labels = labels_of(extras, None)
@@ -223,10 +232,11 @@ class Item:
         tags: Mapping[str, TagValue] | None = None,
         closes: Sequence[Sample] = (),
     ) -> Item:
-        """An item with this group or these bytes.
+        """A new item that has this group, or these bytes, as its payload.
 
-        `policy_version`: None means the group's own version, or 0 for bytes. `timeout` is in seconds. `closes` are
-        samples with a lease, which the insert acknowledges. Raises InvalidRequestError for a value that cannot be sent.
+        `policy_version` None: the group's own version, or 0 for bytes. `timeout` is in seconds. `permits`: the grant
+        from which the item uses up a permit. `closes`: samples with a lease, which the insert acknowledges. Raises
+        InvalidRequestError for a value that cannot be sent.
         """
         columns: Iterable[str] = ()
         completions = completion_tokens = 0
@@ -238,19 +248,19 @@ class Item:
             columns = group.extras
         elif isinstance(group, bytes | bytearray | memoryview):
             if isinstance(group, memoryview):
-                group = group.cast("B")  # the length of any other view is not its number of bytes
+                group = group.cast("B")  # so that `len` below is the number of bytes, and not of larger elements
             payload = (group,)
             version = policy_version or 0
         else:
             raise InvalidRequestError(f"a group must be a RolloutGroup or its bytes, not a {type(group).__name__}")
-        # Check everything here, before the item joins the pipeline of a writer. Several items share a message there, so
-        # one bad value would make the others fail too.
+        # Check everything here, before the item joins the pipeline of a writer. There, several items share a message,
+        # so one bad value would make the other items fail, too.
         key = whole_number("key", key, 64)
         version = whole_number("policy_version", version, 63)
         if not isinstance(priorities, Mapping):
             raise InvalidRequestError(f'priorities must be by table, such as {{"replay": 1.0}}, not {priorities!r}')
         try:
-            "".join(priorities).encode()  # protobuf sends only text that UTF-8 can encode
+            "".join(priorities).encode()  # raises for a name that is no text in UTF-8, because protobuf cannot send it
             priorities = {table: float(priority) for table, priority in priorities.items()}
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(f"priorities must be numbers by table name, not {priorities}: {error}") from error
@@ -258,16 +268,19 @@ class Item:
             labels = labels_of(columns, tags)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
-        nbytes = len(payload[0]) if len(payload) == 1 else sum(map(len, payload))  # the first form is faster
-        grant = 0
+        if len(payload) == 1:  # faster than `sum`
+            nbytes = len(payload[0])
+        else:
+            nbytes = sum(map(len, payload))
+        grant_id = 0
         granted_by = ""
         if permits:
-            grant = permits.id
+            grant_id = permits.id
             granted_by = permits.shard
         leases: tuple[int, ...] = ()
         closed_on = ""
         if closes:
-            leases, closed_on = _closed(closes)
+            leases, closed_on = _leases_of(closes)
         return cls(
             key=key,
             priorities=priorities,
@@ -275,7 +288,7 @@ class Item:
             payload=payload,
             nbytes=nbytes,
             timeout=timeout,
-            permits=grant,
+            permits=grant_id,
             granted_by=granted_by,
             labels=labels,
             closes=leases,
@@ -285,10 +298,11 @@ class Item:
         )
 
 
-def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
-    """The leases of these samples, and the shard that gave all of them.
+def _leases_of(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
+    """The ids of the leases of these samples, and the name of the shard that gave all of the samples.
 
-    Raises InvalidRequestError for a sample without a lease, and for samples of several shards.
+    There must be at least one sample. Raises InvalidRequestError for a sample without a lease, and for samples of
+    several shards.
     """
     for sample in samples:
         if not sample.info.lease_id:
@@ -297,22 +311,23 @@ def _closed(samples: Sequence[Sample]) -> tuple[tuple[int, ...], str]:
     if len(shards) > 1:
         raise InvalidRequestError(f"an item closes samples of one shard, not of {', '.join(sorted(shards))}")
     (shard,) = shards
-    leases = dict.fromkeys(sample.info.lease_id for sample in samples)  # each lease once, in order
+    leases = dict.fromkeys(sample.info.lease_id for sample in samples)  # has each lease once, and keeps their order
     return tuple(leases), shard
 
 
 def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLike], axes: Mapping[str, str]) -> None:
-    """Raises InvalidRequestError if nobody could read the group of `item` after it was extended with these columns."""
+    """Raises InvalidRequestError if nobody could read the group of `item` any more with these new columns in it."""
     try:
         group = item.group
     except ValueError as error:
         raise InvalidRequestError(f"the item is no group that columns could join: {error}") from None
     new_columns = {name: np.asarray(values) for name, values in extras.items() if name not in group.extras}
-    # A column that the group already has stays as it is, so leave out its new axis. Keep an axis without a column in
-    # `extras`, which is a mistake of the caller: the check below refuses it.
+    # A column that the group already has stays as it is, so `new_axes` leaves out the axis of such a column. An axis
+    # without a column in `extras` is a mistake of the caller, so `new_axes` keeps it, and the check below refuses it.
     new_axes = {name: axis for name, axis in axes.items() if name in new_columns or name not in extras}
     try:
-        # The construction checks the shapes and axes of all columns. `validate=False`: the stored values do not matter.
+        # `replace` makes a new group, which checks the shapes and axes of all columns. With `validate=False`, the new
+        # group accepts stored values that no trainer could use, because they do not matter here.
         replace(group, extras=group.extras | new_columns, axes=group.axes | new_axes, validate=False)
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
@@ -321,30 +336,32 @@ def check_extension(item: Sample | StoredItem, extras: Mapping[str, npt.ArrayLik
 def pack_items(items: Sequence[Item], bytes_per_message: int = BYTES_PER_MESSAGE) -> Iterator[Frame[pb.InsertRequest]]:
     """Yields messages that carry `items` in order: many small items share a message, and a large item spans several.
 
-    `bytes_per_message` is the most payload bytes of a message of a large item. All items of a message have the same
-    timeout and permits, because a message has one field for each. An item that closes batches has its own message.
+    `bytes_per_message` is the most payload bytes of each message of a large item. All items of a message have the same
+    timeout and permits, because a message has these fields only once. An item that closes batches is alone in its
+    message.
     """
-    # A message may carry more than BYTES_TOGETHER if its payloads travel through shared memory.
+    # If payloads travel through shared memory, `bytes_per_message` is larger than BYTES_TOGETHER.
     bytes_together = max(bytes_per_message, BYTES_TOGETHER)
     start = 0
     while start < len(items):
         first = items[start]
         nbytes = first.nbytes
         stop = start + 1
-        end = min(len(items), start + ROWS_PER_MESSAGE)
-        # Let items join the message of the first one, up to the first item that does not fit or must not join.
-        while stop < end:
+        last_stop = min(len(items), start + ROWS_PER_MESSAGE)
+        # Let the next items join the message of `first`, until one of them does not fit or must not join.
+        while stop < last_stop:
             item = items[stop]
-            if nbytes + item.nbytes > bytes_together or not _share_a_message(first, item):
+            if nbytes + item.nbytes > bytes_together or not _may_share_message(first, item):
                 break
             nbytes += item.nbytes
             stop += 1
-        yield from _message(items[start:stop], nbytes, bytes_per_message)
+        yield from _messages(items[start:stop], nbytes, bytes_per_message)
         start = stop
 
 
-def _share_a_message(first: Item, item: Item) -> bool:
-    """True if one message may carry both items: they agree in the fields that a message has once, and close nothing."""
+def _may_share_message(first: Item, item: Item) -> bool:
+    """True if one message may carry both items: they agree in the fields that a message has only once, and neither item
+    closes batches."""
     return (
         item.permits == first.permits
         and item.moved == first.moved
@@ -355,10 +372,10 @@ def _share_a_message(first: Item, item: Item) -> bool:
     )
 
 
-def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iterator[Frame[pb.InsertRequest]]:
-    """Yields the message with these items, or several messages if there is one large item.
+def _messages(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iterator[Frame[pb.InsertRequest]]:
+    """Yields one message with all of these items or, for a single large item, several messages.
 
-    `nbytes` is the sum of the items' bytes. All items agree in the fields that are read from the first one.
+    `nbytes` is the sum of the items' bytes. All items may share a message (`_may_share_message`).
     """
     first = items[0]
     keys = [item.key for item in items]
@@ -372,7 +389,7 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
         request.targets.extend(_targets(items))
         request.permits = first.permits
         request.moved = first.moved
-    request.closes.extend(first.closes)
+    request.closes.extend(first.closes)  # an item that closes batches is alone in its message
     if any(item.labels is not NO_LABELS for item in items):
         labels = [item.labels for item in items]
         request.columns.extend(columns_message(labels))
@@ -380,7 +397,8 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
     if any(item.completions for item in items):
         request.lengths.completions.extend(item.completions for item in items)
         request.lengths.tokens.extend(item.completion_tokens for item in items)
-    if len(items) > 1 or nbytes <= bytes_per_message:  # several items always fit: `pack_items` bounds their bytes
+    # Several items always fit into one message, because `pack_items` bounds the sum of their bytes.
+    if len(items) > 1 or nbytes <= bytes_per_message:
         pieces: list[Buffer] = []
         for item in items:
             pieces.extend(item.payload)
@@ -388,17 +406,21 @@ def _message(items: Sequence[Item], nbytes: int, bytes_per_message: int) -> Iter
         return
     for chunks in cut(first.payload, bytes_per_message):
         yield Frame(request, chunks)
-        request = pb.InsertRequest()  # the later messages have only bytes
+        request = pb.InsertRequest()  # only the first message has fields, and the later ones have only payload bytes
 
 
 def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
-    """The tables of these items, each with its rows and their priorities in it. A row is the index of an item."""
-    rows_of_tables: dict[str, list[int]] = {}
+    """The targets of a message with these items: one for each table that any of the items enters.
+
+    A target has the rows that enter its table, and the priorities of these rows in the table. A row is the index of an
+    item in `items`.
+    """
+    rows_by_table: dict[str, list[int]] = {}
     for row, item in enumerate(items):
         for table in item.priorities:
-            rows_of_tables.setdefault(table, []).append(row)
+            rows_by_table.setdefault(table, []).append(row)
     targets: list[pb.InsertTarget] = []
-    for table, rows in rows_of_tables.items():
+    for table, rows in rows_by_table.items():
         priorities = [items[row].priorities[table] for row in rows]
         if len(rows) == len(items):
             rows = []  # an empty list means all rows
@@ -407,24 +429,24 @@ def _targets(items: Sequence[Item]) -> list[pb.InsertTarget]:
 
 
 def unchanged_row(answer: pb.InsertResponse) -> pb.UnchangedRow | None:
-    """The reason why the only segment of a request was not appended; None: it was appended."""
+    """The answer to a request with one segment: why the segment was not appended; None: it was appended."""
     return answer.unchanged[0] if answer.unchanged else None
 
 
 class EvictedItems(dict[int, tuple[str, ...]]):
-    """The items that a full table removed as soon as they were inserted: the names of these tables by item key.
+    """The items that full tables evicted as soon as the items were inserted: key -> names of these tables.
 
-    The newest entry is the last one.
+    The entry that was added or changed last is the last one.
     """
 
     MOST = 1 << 16
-    """The most entries; the oldest entries are forgotten. The bound is for a pool that keeps the best items: it evicts
-    many new items in a long run."""
+    """The most entries. If there are more, the oldest ones are forgotten. The number is bounded because a table that
+    keeps only the best items evicts many new items in a long run."""
 
     def record(self, response: pb.InsertResponse) -> None:
         """Adds the evicted items that an acknowledgement names."""
         for row in response.evicted:
-            tables = self.pop(row.key, ())  # removed first, so that the new entry is the last one
+            tables = self.pop(row.key, ())  # removes the old entry, so that the changed entry becomes the last one
             self[row.key] = (*tables, row.table)
         while len(self) > self.MOST:
             oldest = next(iter(self))

@@ -3,9 +3,11 @@
 A ring is a ring buffer in memory that client and server both map. One side writes payloads into it, and the other side
 reads them.
 
-* The client finds out by itself if it can use rings: it asks the server for a ring and tries to map its memory.
+* The client finds out by itself if it can use rings: it asks the server for a ring, and tries to map the memory of this
+  ring.
 * A stream asks for its ring at its first large payload. Clients with small payloads never have a ring.
-* A ring takes milliseconds to make. So a ring whose call has ended in good order serves the next call of the same kind.
+* It takes milliseconds to make a ring. So a ring is kept when its call has ended in good order, and serves a later call
+  whose payloads go in the same direction.
 * Without a ring, payloads travel in the messages. Other code sees the difference only in `carries`.
 """
 
@@ -41,7 +43,7 @@ _FIND_OUT_WAIT = 5.0
 _GOODBYE = 1.0
 """Seconds that `SharedMemory.end` waits for requests under way before it cancels them."""
 _MOST_IDLE = 4
-"""The most rings of each direction that are kept for later calls."""
+"""The most rings for each direction that are kept for later calls."""
 
 Ring = RingReader | FrameWriter
 """The client's side of a ring: it reads the payloads of draws and gets, or writes the payloads of inserts."""
@@ -51,8 +53,8 @@ R = TypeVar("R", RingReader, FrameWriter)
 class SharedMemory:
     """The rings of one transport.
 
-    The first ring opens a stream of ShareMemory, on which the client asks for rings and closes them. All rings end with
-    this stream.
+    To get the first ring, the client opens a stream of ShareMemory. On this stream, it asks for all rings and closes
+    them. All rings end with this stream.
     """
 
     def __init__(self, open_stream: Callable[[], Stream]) -> None:
@@ -61,7 +63,8 @@ class SharedMemory:
         self._closed = False
         self._stream: Stream | None = None
         self._one_exchange = asyncio.Lock()
-        """Held during an exchange: each request on the stream is followed by its answer."""
+        """Held during an exchange, which is one request on the stream and its answer. So the next answer on the stream
+        is always the answer to the last request."""
         self._ask_again_at = 0.0
         """The time on the loop's clock before which no stream asks for a ring."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -70,55 +73,60 @@ class SharedMemory:
         """Rings that later calls may use, by their kind: RingReader for payloads that arrive, FrameWriter for
         inserts."""
         self._requested_kinds: set[type[Ring]] = set()
-        """The kinds of rings that the client has asked for, and that the server has not given or refused yet."""
+        """The kinds of which the client has asked for a ring, and the server has neither given nor refused it yet."""
         self.large_responses = False
         """True if the last answer to Get was so large that the next answer should come through a ring."""
         self.carries = ""
-        """`SHARED`, or "grpc: " with the reason; "" while nothing is known."""
+        """`SHARED`, or "grpc: " with the reason why payloads use no ring; "" while nothing is known."""
 
     async def find_out(self) -> None:
-        """Waits until `carries` is known, or until the server has had time to answer."""
+        """Waits until `carries` is known, but at most `_FIND_OUT_WAIT` seconds. If necessary, asks the server."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIND_OUT_WAIT):
                 async with self._one_exchange:  # wait for an exchange under way, which may set `carries`
                     pass
                 if self.carries:
                     return
-                request = self.ask(0)  # 0: only find out
-                if request is not None:
-                    await asyncio.wait({request})  # does not cancel the task when the time is up
+                asking = self.ask(capacity=0)
+                if asking is not None:
+                    await asyncio.wait({asking})  # `wait` does not cancel the task when the time is up
 
     def ask(self, capacity: int = _CAPACITY) -> asyncio.Task[Segment | None] | None:
-        """Starts a task that asks the server for a ring, and returns the task. None: do not ask now.
+        """Starts a task that asks the server for a ring, and returns the task.
 
-        With capacity 0, the task only finds out if the server has rings.
+        With capacity 0, the task only finds out if the server has rings. Returns None without asking if `end` was
+        called, or if the server has refused within the last `_REFUSAL_PAUSE` seconds.
         """
         if self._closed or asyncio.get_running_loop().time() < self._ask_again_at:
             return None
-        # The exchange has a task of its own. If the caller stops waiting, the task still reads the response, so that
-        # the next exchange does not read it.
+        # The exchange has a task of its own. If the caller stops waiting, the task still reads the answer. Otherwise
+        # the next exchange would read this answer.
         return self._start(self._ask(capacity))
 
     async def ring(self, kind: type[R]) -> R | None:
-        """A ring for one call; None: there is no ring now. If none is idle, asks for one and waits for it briefly."""
+        """Takes an idle ring for one call; None: there is no ring now.
+
+        If no ring of this kind is idle, asks the server for one, and waits for the ring for up to `_RING_WAIT` seconds.
+        """
         idle = self._idle[kind]
         if not idle and kind not in self._requested_kinds:
-            request = self.ask()
-            if request is not None:
+            asking = self.ask()
+            if asking is not None:
                 self._requested_kinds.add(kind)
-                request.add_done_callback(partial(self._on_answer, kind))  # adds the new ring to `idle`
-                await asyncio.wait({request}, timeout=_RING_WAIT)  # a ring that is made later serves a later call
+                asking.add_done_callback(partial(self._on_answer, kind))  # adds the new ring to `idle`
+                # If the ring comes later than this, it serves a later call.
+                await asyncio.wait({asking}, timeout=_RING_WAIT)
         if not idle:
             return None
         ring: R = idle.pop()
         return ring
 
-    def _on_answer(self, kind: type[Ring], request: asyncio.Task[Segment | None]) -> None:
-        """Makes a ring of the memory that the server gave, if it gave any, and keeps the ring for later calls."""
+    def _on_answer(self, kind: type[Ring], asking: asyncio.Task[Segment | None]) -> None:
+        """Called when the task `asking` has ended. If the server gave memory, makes a ring of it and keeps the ring."""
         self._requested_kinds.discard(kind)
-        if request.cancelled() or request.exception() is not None:  # `_ask` has dropped the stream
+        if asking.cancelled() or asking.exception() is not None:  # `_ask` has dropped the stream
             return
-        segment = request.result()
+        segment = asking.result()
         if segment is not None:
             self.keep(kind(segment))
 
@@ -133,32 +141,33 @@ class SharedMemory:
 
     def close(self, ring: Ring) -> None:
         """Tells the server that this client no longer uses the ring."""
-        if self._stream is not None:  # else all rings have ended with the stream
+        if self._stream is not None:  # without a stream there is nothing to close: all rings have ended with it
             self._start(self._ask_to_close(ring.segment.ring_id))
 
     async def end(self) -> None:
-        """Ends all rings and their stream."""
+        """Ends all rings and their stream. Exchanges under way have `_GOODBYE` seconds to finish."""
         self._closed = True
         if self._tasks:
             _, late = await asyncio.wait([*self._tasks], timeout=_GOODBYE)
             for task in late:
-                task.cancel()  # `_ask` then drops the stream, too
+                task.cancel()  # if the task runs `_ask`, this also drops the stream
             await asyncio.gather(*late, return_exceptions=True)
         stream = self._forget_stream()
         if stream is not None and not stream.ended:
             await stream.end()
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Starts a task, and refers to it until it ends: asyncio alone would not keep the task alive."""
+        """Starts a task. Refers to the task until it ends, because asyncio alone would not keep it alive."""
         task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def _ask(self, capacity: int) -> Segment | None:
-        """The memory of a new ring; None: the server gives no memory, and `carries` has the reason.
+        """Asks for a ring. Returns the memory of the ring; None: there is no ring, and `carries` has the reason.
 
-        A refusal, and memory that cannot be mapped, end the requests for `_REFUSAL_PAUSE` seconds.
+        If the server refuses, or if the memory cannot be mapped, the client does not ask again for `_REFUSAL_PAUSE`
+        seconds.
         """
         try:
             async with self._one_exchange:
@@ -166,19 +175,21 @@ class SharedMemory:
         except (OSError, ValueError, ReplayError) as error:
             self._note_refusal(str(error))
         except grpc.aio.AioRpcError as error:
-            # This is no refusal, so the next call may ask again. The calls that carry payloads notice the broken
-            # connection too: they try again and report the error.
+            # The connection is broken. This is no refusal, so the next call may ask again. The calls that carry
+            # payloads notice the broken connection, too: they try again and report the error.
             self.carries = f"grpc: {error.details()}"
-        except BaseException:  # the task was cancelled: the next exchange would read the answer of this one
+        except BaseException:
+            # The task was cancelled. If the stream stayed open, the next exchange would read the answer of this one.
             self._drop_stream()
             raise
         return None
 
     async def _open_ring(self, capacity: int) -> Segment | None:
-        """The memory of a new ring; None: the server refuses. Raises OSError if the memory does not arrive.
+        """Asks for a ring. Returns the memory of the ring; None: the server refuses.
 
-        The server answers the first request with the path of a socket, on which the client then listens (`Mailbox`). At
-        the second request, the server sends the file descriptor of the memory to this socket.
+        The server answers the first request with a path. At this path, the client makes a socket (`Mailbox`). At the
+        second request, the server sends the file descriptor of the memory to this socket. Raises OSError if the
+        descriptor does not arrive.
         """
         opened = await self._exchange(pb.ShareMemoryRequest(open=capacity))
         if opened.refusal:
@@ -188,8 +199,9 @@ class SharedMemory:
             mailbox = Mailbox(Path(opened.path))
             try:
                 sent = await self._exchange(pb.ShareMemoryRequest(send=opened.ring))
-            finally:  # `receive` also closes the mailbox, so call it even after an error
-                # In a thread, because this call maps every page of the ring, which takes milliseconds.
+            finally:
+                # Call `receive` even after an error, because it also closes the mailbox. Call it in a thread, because
+                # it maps every page of the ring, which takes milliseconds.
                 segment = await asyncio.to_thread(mailbox.receive, opened.ring, capacity)
             if segment is None:
                 raise OSError(sent.refusal or "the memory of the ring did not arrive")
@@ -200,14 +212,17 @@ class SharedMemory:
         return segment
 
     async def _ask_to_close(self, ring_id: int) -> None:
-        """Asks the server to close a ring. Does nothing after the end of the stream, which has closed all rings."""
+        """Asks the server to close a ring. If the stream has ended, does nothing, because all rings ended with it."""
         async with self._one_exchange:
             if self._stream is not None:
-                with suppress(grpc.aio.AioRpcError):  # the stream broke, and closed all rings
+                with suppress(grpc.aio.AioRpcError):  # the stream has broken, which closes all rings, too
                     await self._exchange(pb.ShareMemoryRequest(close=ring_id))
 
     async def _exchange(self, request: pb.ShareMemoryRequest) -> Any:
-        """The server's answer to one request. Opens the stream if it is not open."""
+        """Sends one request on the stream, and returns the server's answer. Opens the stream if it is not open.
+
+        The caller holds `_one_exchange`.
+        """
         if self._stream is None or self._stream.ended:
             self._forget_stream()
             self._stream = self._open_stream()
@@ -221,13 +236,13 @@ class SharedMemory:
             raise
 
     def _drop_stream(self) -> None:
-        """Cancels the stream, and forgets it and its rings."""
+        """Cancels the stream, and forgets it and the idle rings."""
         stream = self._forget_stream()
         if stream is not None:
             stream.cancel()
 
     def _forget_stream(self) -> Stream | None:
-        """Returns the stream, and forgets it and its rings, which end with it."""
+        """Forgets the stream, and the idle rings, because they end with the stream. Returns the stream, if any."""
         stream = self._stream
         self._stream = None
         for idle in self._idle.values():
@@ -235,13 +250,14 @@ class SharedMemory:
         return stream
 
     def _note_refusal(self, why: str) -> None:
-        """Notes the reason why there is no ring. For a while, no stream asks for one."""
+        """Notes the reason why there is no ring. For `_REFUSAL_PAUSE` seconds, the client asks for no ring."""
         self.carries = f"grpc: {why}"
         self._ask_again_at = asyncio.get_running_loop().time() + _REFUSAL_PAUSE
 
 
 class RingTransport(Transport):
-    """A channel, and the rings of its streams. To and from a server without rings, all payloads travel over gRPC."""
+    """A transport that sends and receives large payloads through rings. If the server gives no rings, all payloads
+    travel over gRPC."""
 
     def __init__(self, access: Access) -> None:
         super().__init__(access)
@@ -258,7 +274,7 @@ class RingTransport(Transport):
         """As `Transport.call`. The payloads of an answer to Get may come through a ring."""
         if not isinstance(request, pb.GetRequest):
             return await super().call(method, request, timeout)
-        # The request names the ring, before the size of the answer is known. So ask for a ring if the last answer was
+        # The request has to name the ring before the size of the answer is known. So take a ring if the last answer was
         # large.
         shared = self._shared
         ring = None
@@ -267,7 +283,8 @@ class RingTransport(Transport):
         request.ring = 0 if ring is None else ring.ring_id
         is_complete = False
         try:
-            answer = await RingAnswer(self._open("Get", request, timeout), ring).read()
+            stream = RingAnswer(self._open("Get", request, timeout), ring)
+            answer = await stream.read()
             is_complete = True
         finally:
             if ring is not None:
@@ -293,10 +310,10 @@ class RingTransport(Transport):
 
 
 class RingAnswer(BatchStream):
-    """A call with one answer. Its payloads may come through `ring`."""
+    """A call whose payloads may come through a ring. RingAnswer itself is for calls of Get, and RingDraws for Draw."""
 
     def __init__(self, call: Any, ring: RingReader | None) -> None:
-        """`ring` is None if the request names no ring."""
+        """`ring`: the ring that the request names; None: it names no ring."""
         super().__init__(call)
         self._ring = ring
 
@@ -309,25 +326,26 @@ class RingAnswer(BatchStream):
 class RingDraws(RingAnswer):
     """A call of Draw. After the first large payload, later payloads come through a ring.
 
-    The call takes an idle ring of the client, and its next message names this ring to the server. A stream may end
-    before the ring that it asked for is made, for example if a sampler has a short timeout. The next stream then uses
-    the ring.
+    At the first large payload, the call takes an idle ring of the client. The next message of the call then names this
+    ring to the server. If no ring is idle, the call asks for one, but may end before that ring is made, for example if
+    a sampler has a short timeout. Then the next call uses the ring.
     """
 
     def __init__(self, call: Any, shared: SharedMemory) -> None:
         super().__init__(call, None)
         self._shared = shared
-        self._is_named = False
+        self._ring_is_named = False
         """True once a message has named the ring to the server."""
 
     async def write(self, request: pb.DrawRequest) -> None:
-        """As `Stream.write`. The first message after this call has taken a ring also names the ring."""
-        if self._ring is not None and not self._is_named:
-            self._is_named = True
+        """As `Stream.write`. When the call has taken a ring, the next message also names the ring to the server."""
+        if self._ring is not None and not self._ring_is_named:
+            self._ring_is_named = True
             assert not request.ring, "a stream has one ring"
-            named = pb.DrawRequest(ring=self._ring.ring_id)
-            named.MergeFrom(request)  # a copy: the caller may send `request` again on another stream
-            request = named
+            # Name the ring in a copy of the message, because the caller may send `request` again on another stream.
+            request_with_ring = pb.DrawRequest(ring=self._ring.ring_id)
+            request_with_ring.MergeFrom(request)
+            request = request_with_ring
         await super().write(request)
 
     async def _on_first_frame(self, frame: Frame[Any]) -> None:
@@ -351,9 +369,9 @@ class RingInserts(Stream):
 
     @property
     def bytes_per_message(self) -> int:
-        if self._writer is None or self._writer.stalled:  # stalled: the ring has no room, so payloads go in messages
+        if self._writer is None or self._writer.stalled:  # if the ring has no room, payloads go in messages
             return super().bytes_per_message
-        return BYTES_PER_FRAME  # a message carries more if its payloads travel in a ring
+        return BYTES_PER_FRAME  # if payloads go through a ring, a message should name more bytes than it could carry
 
     async def write(self, frame: Frame[pb.InsertRequest]) -> None:
         """As `Stream.write`. The payload goes through the ring of this call, if the call has one."""
@@ -362,12 +380,13 @@ class RingInserts(Stream):
         if self._writer is None:
             await super().write(frame)
         else:
-            await super().write(await self._writer.place(frame))  # `place` moves the payload into the ring if it fits
+            placed = await self._writer.place(frame)  # moves the payload into the ring, if the ring has room
+            await super().write(placed)
 
     async def end(self, reader: asyncio.Task[None] | None = None) -> bool:
-        """As `Stream.end`. If the server ends the stream in good order too, a later stream uses the ring.
+        """As `Stream.end`. If the server ends the stream in good order too, a later stream can use the ring.
 
-        The server must have acknowledged all items: it may still read the payload of any other item from the ring.
+        Call it only when the server has acknowledged all items, because until then it may read payloads from the ring.
         """
         ended = await super().end(reader)
         if ended and self._writer is not None:

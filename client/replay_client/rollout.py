@@ -29,8 +29,8 @@ MAGIC = b"RPLYGRP\x01"
 MAX_LOGPROB = 1e-4
 """Largest log-probability in nats. The bound is above 0 because the rounding of an engine may give a value above 0."""
 MAX_VALUE = 1e9
-"""Largest |reward| and |advantage|. A gradient is the advantage times thousands of numbers, and the square of its norm
-must fit into float32, which ends at 3e38."""
+"""Largest |reward| and |advantage|. A gradient grows in proportion to the advantage and has thousands of entries. The
+square of its norm must fit into float32, whose largest number is 3e38."""
 MIN_TEMPERATURE = 1e-3
 """Lowest temperature. A trainer divides logits by the temperature. At lower temperatures, the rounding errors of logits
 are larger than their differences."""
@@ -52,13 +52,13 @@ _ARRAYS: dict[str, tuple[type[np.generic], str]] = {
     "advantages": (np.float32, "G"),
     "token_advantages": (np.float32, "T"),
 }
-"""The dtype and the axis of each array of a group that is no extra, in the order of storage. The size of an array
-without an axis is free."""
+"""Name of an array of a group -> its dtype and its axis, in the order of storage. Extras are not included. An array
+whose axis is "" may have any size."""
 _OPTIONAL = ("context_lengths", "sequence_counts", "loss_mask", "token_advantages")
 """The arrays that may be None."""
 _CONVERTIBLE_KINDS = {"i": "iu", "b": "b", "f": "fiu"}
-"""The kinds of dtypes that `vector` converts, by the kind of its result. NumPy's kinds are one letter each: i signed, u
-unsigned, f float, b bool."""
+"""Kind of a dtype -> the kinds of dtypes that `vector` converts to it. NumPy's kinds are one letter each: i signed
+integer, u unsigned integer, f float, b bool."""
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class RolloutGroup:
 
     Without `sequence_counts` each rollout is one sequence, the completion of the prompt, and S = G.
 
-    The constructor converts arrays to the dtypes below and checks them against each other. It raises ValueError that
+    The constructor converts arrays to the dtypes below and checks them against each other. It raises a ValueError that
     names the field, its value and what would be valid. The arrays of a group that came from a server are read-only:
     copy an array before you change it.
 
@@ -127,9 +127,9 @@ class RolloutGroup:
 
     "token": T rows. "whole": P + T rows, of the shared prompt and of the tokens after it, such as the routing of
     experts. "sequence": S rows. "rollout": G rows. "group": any shape; nobody cuts it. "ragged:token": a set of any
-    size for each token, such as the tokens that top-p kept: `extras[name]` holds the values of all sets (N, ...), and
-    `extras[name + "/offsets"]` T + 1 integers from 0 to N. The values of token t are values[offsets[t]:offsets[t + 1]].
-    An array whose name is absent here has the axis "group"."""
+    size for each token, such as the tokens that top-p kept. Then `extras[name]` holds the values of all sets (N, ...).
+    `extras[name + "/offsets"]` holds T + 1 integers from 0 to N, and the values of token t are
+    values[offsets[t]:offsets[t + 1]]. An array whose name is absent here has the axis "group"."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Small facts that msgpack can hold. Any program may write and read them."""
     validate: InitVar[bool] = True
@@ -170,9 +170,10 @@ class RolloutGroup:
             self._check_values()
 
     def _check_lengths(self) -> None:
-        """Raises ValueError unless the sizes of all arrays agree, and lengths and counts sum to tokens and sequences.
+        """Raises ValueError unless each array has the size that its axis demands (`_ARRAYS`).
 
-        The sums are int64: hostile lengths could make an int32 sum overflow to the right number.
+        Also, `completion_lengths` must sum to T, and `sequence_counts` to S. The sums are int64, because hostile
+        lengths could make an int32 sum overflow to the right number.
         """
         tokens = self.num_tokens
         sequences = self.num_sequences
@@ -182,8 +183,8 @@ class RolloutGroup:
             raise ValueError("completion_lengths is empty: a group has at least one completion")
         length_sum = int(lengths_S.sum(dtype=np.int64))
         if (lengths_S < 0).any() or length_sum != tokens:
-            what = counted(tokens, "token")
-            raise ValueError(f"completion_lengths {lengths_S.tolist()} must be non-negative and sum to the {what}")
+            expected = counted(tokens, "token")
+            raise ValueError(f"completion_lengths {lengths_S.tolist()} must be non-negative and sum to the {expected}")
         if self.sequence_counts is None and group_size != sequences:
             remedy = "sequence_counts says which sequences make a rollout"
             raise ValueError(f"rewards has {group_size} entries, not G = {sequences}; {remedy}")
@@ -197,8 +198,8 @@ class RolloutGroup:
             return
         count_sum = int(counts_G.sum(dtype=np.int64))
         if (counts_G < 1).any() or count_sum != sequences:
-            what = counted(sequences, "sequence")
-            raise ValueError(f"sequence_counts {counts_G.tolist()} must be > 0 and sum to the {what}")
+            expected = counted(sequences, "sequence")
+            raise ValueError(f"sequence_counts {counts_G.tolist()} must be > 0 and sum to the {expected}")
 
     def _check_contexts(self) -> None:
         """Raises ValueError unless each context lies within its sequence."""
@@ -206,22 +207,22 @@ class RolloutGroup:
             return
         outside_S = (self.context_lengths < 0) | (self.context_lengths > self.completion_lengths)
         if outside_S.any():
-            row = int(outside_S.argmax())
+            sequence = int(outside_S.argmax())  # the first wrong one
             raise ValueError(
-                f"context_lengths[{row}] is {self.context_lengths[row]}, and must be from 0 to "
-                f"{self.completion_lengths[row]}, the tokens of the sequence: put the context into completion_ids "
+                f"context_lengths[{sequence}] is {self.context_lengths[sequence]}, and must be from 0 to "
+                f"{self.completion_lengths[sequence]}, the tokens of the sequence: put the context into completion_ids "
                 f"and completion_lengths as well"
             )
 
     def _check_texts(self) -> None:
-        """Raises ValueError unless `prompt_id` and `finish_reasons` are texts."""
+        """Raises ValueError unless `prompt_id` is a string, and `finish_reasons` holds strings or is None."""
         if not isinstance(self.prompt_id, str):
             raise ValueError(f"prompt_id must be a string, not {self.prompt_id!r}")
         reasons = self.finish_reasons
         if reasons is None:
             return
-        are_texts = isinstance(reasons, list | tuple) and all(isinstance(reason, str) for reason in reasons)
-        if not are_texts:
+        are_strings = isinstance(reasons, list | tuple) and all(isinstance(reason, str) for reason in reasons)
+        if not are_strings:
             raise ValueError(f"finish_reasons must be a string for each rollout, or None, not {reasons!r:.200}")
 
     def _check_values(self) -> None:
@@ -249,10 +250,10 @@ class RolloutGroup:
         advantages_T = self.token_advantages
         if advantages_T is None:
             return
-        # A comparison with NaN is False, so NaN counts as wrong too.
+        # A comparison with NaN is False, so `wrong_T` is True for NaN too.
         wrong_T = ~(np.abs(advantages_T) <= MAX_VALUE)
         if wrong_T.any():
-            token = int(wrong_T.argmax())
+            token = int(wrong_T.argmax())  # the first wrong one
             raise ValueError(
                 f"token_advantages holds {advantages_T[token]:g} at token {token}, not a number within "
                 f"±{MAX_VALUE:g}: write 0 for tokens that are not trained on"
@@ -270,11 +271,11 @@ class RolloutGroup:
             raise ValueError(f"sampling has the temperature {temperature:g}, not one {valid}")
 
     def _check_known_logprobs(self) -> None:
-        """Raises ValueError for a trained token without log-probability if others of its sequence have one.
+        """Raises ValueError if some trained tokens of a sequence have a log-probability and others have none.
 
         The code of an agent puts sequences together from turns of the policy and outputs of tools. An engine knows the
-        log-probabilities of all tokens that it sampled. So a tool wrote such a token, and training on it would teach
-        the policy to write the output of tools.
+        log-probabilities of all tokens that it sampled. So a tool has written the tokens without a log-probability, and
+        training on them would teach the policy to write the output of tools.
         """
         trained_T = self.trained_mask
         unknown_T = trained_T & np.isnan(self.rollout_logprobs)
@@ -315,17 +316,18 @@ class RolloutGroup:
 
     @property
     def prompt_lengths(self) -> Int32:
-        """(S,) tokens before the first sampled token of each sequence: the shared prompt and its own context."""
+        """(S,) the number of tokens before the first sampled token of each sequence: those of the shared prompt, and
+        those of the sequence's own context."""
         return self.prompt_ids.size + self._contexts()
 
     @property
     def sampled_lengths(self) -> Int32:
-        """(S,) tokens of each sequence after its context."""
+        """(S,) the number of tokens of each sequence after its context."""
         return self.completion_lengths - self._contexts()
 
     @property
     def rollout_lengths(self) -> Int32:
-        """(G,) tokens of each rollout in all its sequences, without their contexts."""
+        """(G,) the number of tokens of each rollout in all its sequences, without the contexts of these sequences."""
         if self.sequence_counts is None:
             return self.sampled_lengths
         first_sequences_G = np.cumsum(self.sequence_counts) - self.sequence_counts
@@ -342,14 +344,16 @@ class RolloutGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays (the encoded form adds a header and padding)."""
-        return sum(array.nbytes for array in (*self._arrays().values(), *self.extras.values()))
+        """The bytes of all arrays. The encoded group is larger, because it has a header and padding too."""
+        arrays = [*self._arrays().values(), *self.extras.values()]
+        return sum(array.nbytes for array in arrays)
 
     def prompts(self) -> list[Int32]:
         """The tokens before the first sampled token of each of the S sequences: the shared prompt and the context."""
         prompts: list[Int32] = []
-        for ids, context in zip(self.completions(), self._contexts(), strict=True):
-            prompts.append(np.concatenate((self.prompt_ids, ids[:context])))
+        for ids, context_length in zip(self.completions(), self._contexts(), strict=True):
+            context = ids[:context_length]
+            prompts.append(np.concatenate((self.prompt_ids, context)))
         return prompts
 
     def sequence_spans(self) -> list[slice]:
@@ -379,12 +383,15 @@ class RolloutGroup:
         return [self.rollout_logprobs[span] for span in self.sequence_spans()]
 
     def extra_of(self, name: str, sequence: int) -> npt.NDArray[Any]:
-        """The part of `extras[name]` that belongs to a sequence, from 0 to S - 1, by its axis.
+        """The part of `extras[name]` that belongs to a sequence. `sequence`: its number, from 0 to S - 1.
 
-        "token": a row for each token of the sequence, its context included. "whole": a row for each token of the shared
-        prompt, then a row for each token of the sequence. "sequence": the row of the sequence. "rollout": the row of
-        its rollout. "ragged:token": the values of its tokens, which `offsets_of` cuts. "group": the whole array. The
-        result is a view, except for "whole" and for a row that is one number, which are copies.
+        The axis of the array decides what this part is. "token": a row for each token of the sequence, its context
+        included. "whole": a row for each token of the shared prompt, then a row for each token of the sequence.
+        "sequence": the row of the sequence. "rollout": the row of the rollout that has the sequence. "ragged:token":
+        the values of all tokens of the sequence; `offsets_of` says which of them belong to each token. "group": the
+        whole array.
+
+        The result is a view, except for "whole" and for a row that is one number, which are copies.
         """
         array = self.extras[name]
         axis = self.axes.get(name, "group")
@@ -401,15 +408,15 @@ class RolloutGroup:
             return array[int(offsets[span.start]) : int(offsets[span.stop])]
         if axis == "token":
             return array[span]
-        # "whole": P rows of the shared prompt, then T rows of the tokens.
-        shared = self.prompt_ids.size
-        return np.concatenate((array[:shared], array[shared + span.start : shared + span.stop]))
+        # "whole": the array has P rows for the shared prompt, and then T rows for the tokens of all sequences.
+        prompt_size = self.prompt_ids.size
+        prompt_rows = array[:prompt_size]
+        sequence_rows = array[prompt_size + span.start : prompt_size + span.stop]
+        return np.concatenate((prompt_rows, sequence_rows))
 
     def offsets_of(self, name: str, sequence: int) -> npt.NDArray[Any]:
-        """(tokens of the sequence + 1,) offsets of the values of each token in `extra_of(name, sequence)`.
-
-        For an array with the axis "ragged:token".
-        """
+        """(L + 1,) the offsets of each token's values in `extra_of(name, sequence)`, for an array with the axis
+        "ragged:token". L is the number of tokens of the sequence."""
         span = self.sequence_spans()[sequence]
         offsets = self.extras[name + OFFSETS][span.start : span.stop + 1]
         return np.asarray(offsets - offsets[0])  # count from the first value of the sequence, not of the group
@@ -419,13 +426,15 @@ class RolloutGroup:
         return b"".join(self.encode_pieces())
 
     def encode_pieces(self) -> list[bytes | memoryview]:
-        """The encoded group as consecutive buffers: the header, then each array, without a copy if it is contiguous."""
+        """The encoded group as consecutive buffers: the header, then each array. Contiguous arrays are not copied."""
         self._check_texts()  # the caller may have set texts since the group was made
         return columns.encode_arrays(MAGIC, self._fields(), self._arrays(), self.extras, self.axes)
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> RolloutGroup:
-        """The group in `data`, with the columns of the segments that follow it. Its arrays are read-only views.
+        """Decodes the group in `data`, and the columns of the segments that follow the group there.
+
+        The arrays of the result are read-only views of `data`.
 
         Raises ValueError, with the reason, for bytes that `encode` and `encode_columns` cannot have written, and for
         columns that do not fit the group.
@@ -454,7 +463,7 @@ class RolloutGroup:
         return self.context_lengths
 
     def _sampled_mask(self) -> Bool:
-        """(T,) False for the tokens of the contexts."""
+        """(T,) True for all tokens after the contexts, False for the tokens of the contexts."""
         mask_T = np.ones(self.num_tokens, np.bool_)
         if self.context_lengths is not None:
             starts_S = np.cumsum(self.completion_lengths) - self.completion_lengths
@@ -485,7 +494,7 @@ class RolloutGroup:
         }
 
     def __eq__(self, other: object) -> bool:
-        """Equal in every field, bit for bit. Two unknown log-probabilities (NaN) are therefore equal."""
+        """True if the groups are equal in every field, bit for bit. So NaN equals NaN, which stands for unknown."""
         if not isinstance(other, RolloutGroup):
             return NotImplemented
         if self._fields() != other._fields() or self.axes != other.axes:
@@ -501,13 +510,16 @@ def _bits(arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
 
 
 def _spans(ends: npt.NDArray[np.integer[Any]]) -> list[slice]:
-    """Spans that follow each other from 0 on. `ends` has the end of each span."""
+    """Spans with these ends. The first span begins at 0, and each other span where the span before it ends."""
     edges = [0, *ends.tolist()]
     return [slice(start, end) for start, end in pairwise(edges)]
 
 
 def _check_version(name: str, version: object) -> None:
-    """Raises ValueError that names the field unless `version` is an integer. Python's True would count as one."""
+    """Raises ValueError unless `version` is an integer. A bool, which Python counts as an integer, is refused too.
+
+    `name`: the name of the field, for the error.
+    """
     if isinstance(version, bool) or not isinstance(version, int | np.integer):
         raise ValueError(f"{name} must be an integer, not {version!r}")
 
@@ -552,8 +564,9 @@ def vector(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
     # NumPy makes an empty list a float array, so the dtype of an empty array says nothing.
     if array.size and array.dtype.kind not in kinds:
         raise ValueError(f"{name} must hold {np.dtype(dtype).name}, not {array.dtype}")
-    if array.size and np.dtype(dtype).kind == "i":  # int32 is the only integer type of a group; `astype` would wrap
-        info = np.iinfo(np.int32)
-        if int(array.min()) < info.min or int(array.max()) > info.max:
+    if array.size and np.dtype(dtype).kind == "i":  # int32, because a group has no other integer type
+        # `astype` would not refuse numbers outside of int32, but wrap them around.
+        limits = np.iinfo(np.int32)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
             raise ValueError(f"{name} has values from {array.min()} to {array.max()}, outside int32")
     return array.astype(dtype)

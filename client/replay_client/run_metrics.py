@@ -1,4 +1,4 @@
-"""Run metrics: declares name, meaning and healthy range of each number that a trainer or generator reports of its run.
+"""Run metrics: the name, the meaning and the healthy range of each number that a trainer or generator reports.
 
 `metrics.jsonl` of a trainer and the file of `replay generate --metrics-path` have these names. The tables of
 docs/metrics.md are generated from this module, and the dashboard shows the meanings. If the declaration of a metric
@@ -39,13 +39,15 @@ class Metric:
     """One metric, or several that belong together and share one row of a table in docs/metrics.md."""
 
     names: tuple[str, ...]
-    """The names as the files of metrics have them."""
+    """The names of the metrics in the files of metrics."""
     meaning: str
     """The text of the row, in Markdown: what the metrics measure, and how to read them."""
     unit: str = ""
+    """The unit of the values; empty: they have none, or only `meaning` names it."""
     healthy: Range | None = None
+    """The range of values in a healthy run; None: none is known."""
     outside: str = ""
-    """The meaning of a value outside `healthy`, and the remedy; empty: no program warns of the metric."""
+    """What a value outside `healthy` means, and the remedy; empty: no program warns of such a value."""
 
 
 FRESH = (
@@ -689,7 +691,8 @@ SECTIONS = {
     "time": TIME,
     "generator": GENERATOR,
 }
-"""The tables of docs/metrics.md by name. The last table is of a generator, the others are of a trainer."""
+"""The tables of docs/metrics.md by name. The last table has the metrics of a generator. The others have those of a
+trainer."""
 
 
 def declared() -> dict[str, Metric]:
@@ -699,7 +702,8 @@ def declared() -> dict[str, Metric]:
     same metrics.
     """
     by_name = {}
-    # The last section is the generator's. Its metrics are added first, and those of the trainer replace them.
+    # The last section is the generator's. It is added first, so that the trainer's metrics of the same names replace
+    # its metrics.
     for metrics in reversed(SECTIONS.values()):
         for metric in metrics:
             for name in metric.names:
@@ -711,9 +715,9 @@ def declared() -> dict[str, Metric]:
 
 
 def watched(metrics: Iterable[Metric]) -> Iterator[tuple[str, Range, str]]:
-    """Yields each metric of which the trainer and the dashboard warn.
+    """Yields the metrics of which the trainer and the dashboard warn if a value is outside the healthy range.
 
-    The three entries are the name, the healthy range, and the meaning of a value outside the range.
+    Each metric is yielded as its name, its healthy range, and the meaning of a value outside this range.
     """
     for metric in metrics:
         if metric.healthy is not None and metric.outside:

@@ -39,31 +39,33 @@ if TYPE_CHECKING:
     from replay_client.shards.placing import Placement
 
 _WORTH_A_MESSAGE = 1 << 18
-"""The payload bytes of unsent items at which a message with them is sent at once. Fewer bytes wait for more items, to
-share a message with them. The number is multiplied by the number of the writer's servers, up to _FULL, because each of
-several servers gets fewer items."""
+"""Unsent items with at least this many payload bytes are sent at once. Fewer bytes wait for more items, to share a
+message with them. The number is multiplied by the number of servers to which the writer sends, up to _FULL, because
+each of several servers gets only a part of the items."""
 _FULL = 1 << 20
 """Payload bytes that fill a message."""
 _LINGER = 0.002
-"""The most seconds that items wait for more items. The number is multiplied by the number of the writer's servers, so
-that several servers together get no more messages than one server would."""
+"""Seconds that the timer of a line lets unsent items wait for more items. The number is multiplied by the number of
+servers to which the writer sends, so that several servers together get no more messages than one server would."""
 
 
 class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
-    """Inserts without waiting for each acknowledgement; made by `AsyncReplayClient.writer()`, for `async with`.
+    """Inserts items without waiting for each acknowledgement.
 
-    The end of the `async with` block flushes the writer, unless the block raises.
+    `AsyncReplayClient.writer()` makes a writer, for `async with`. The end of the `async with` block flushes the writer,
+    unless the block raises.
     """
 
     # The blocking writer uses an AsyncWriter from other threads. Therefore:
     #
-    # * Any thread may call `offer`, which never waits. If there is no room, it keeps the callback of its caller. The
-    #   callback is called when the caller should try again, in most cases on the event loop.
+    # * Any thread may call `offer`, which never waits. If there is no room, `offer` keeps a callback of its caller. The
+    #   writer calls the callback when the caller should offer the item again, in most cases on the event loop.
     # * `lock` guards the queues and counters. No code waits while it holds the lock.
     #
     # Each server has a line (`InsertLine`). `max_in_flight` and `max_bytes` bound all lines together. Items that a
     # server has not acknowledged stay in its line while the server is away. These items count as in flight only while
-    # all servers are away: otherwise new items are sent to other servers, and need not wait for this server.
+    # all servers are away. As long as another server can be reached, they do not count, so that new items can be sent
+    # to the other server.
 
     def __init__(
         self,
@@ -81,12 +83,12 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self.max_in_flight = max_in_flight
         self.max_bytes = max_bytes
         self.refused: dict[int, ReplayError] = {}
-        """The reason for each item that the server refused, by the key of the item."""
+        """Key of an item that a server refused -> the reason."""
         self.evicted = EvictedItems()
-        """The items that a full table removed as soon as they were inserted: the names of these tables by item key.
+        """Key of an item that full tables removed as soon as it was inserted -> the names of these tables.
 
-        The mapping has the newest 65,536 of these items. Such a removal is no error: a pool that keeps the best items
-        does not keep every new item.
+        The mapping has the newest 65,536 of these items. Such a removal is no error, because a pool that keeps only the
+        best items does not keep every new item.
         """
         self.keys = keys
         """The keys for items without a key of their own."""
@@ -100,19 +102,20 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self._in_flight = 0
         """The number of items in all lines."""
         self._bytes = 0
-        """The payload bytes of these items."""
+        """The payload bytes of the items in all lines."""
         self._unreported: list[ReplayError] = []
         """The errors of refused items that no call has raised yet."""
         self._lost: deque[ReplayError] = deque()
         """The errors that ended the lines of some servers, while the lines of other servers go on. A call that raises
-        such an error removes it. The items of an ended line are lost: they may or may not be inserted."""
+        such an error removes the error. The items of an ended line are lost: nobody knows whether the server has
+        inserted them."""
         self._failure: ReplayError | None = None
         """The reason why this writer sends nothing more; None: it still sends."""
         self._room: list[Callable[[], None]] = []
         """The callbacks of callers that wait for room."""
         self.awaited_by: list[Callable[[], None]] = []
-        """The callbacks of callers that wait until all items are acknowledged. While there is one, items are sent at
-        once."""
+        """The callbacks of callers that wait until all items are acknowledged. While there is such a caller, items are
+        sent at once."""
         fleet.connect()
         fleet.listeners.append(self._notify_waiters)
 
@@ -126,29 +129,31 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         permits: PermitGrant | None = None,
         tags: Mapping[str, str | int] | None = None,
     ) -> int:
-        """Queues a group and returns its key; waits only while `max_in_flight` or `max_bytes` are in flight.
+        """Queues a group and returns its key.
 
-        Raises the first error of earlier inserts that was not raised yet, and then does not queue this group.
-        `refused` has all errors. `AsyncReplayClient.insert` explains `key` and `tags`.
+        Waits first if `max_in_flight` items or `max_bytes` bytes are in flight, until there is room for the group.
+        If earlier inserts failed and no call has raised their errors yet, raises the first of these errors and does not
+        queue this group. `refused` has all errors. `AsyncReplayClient.insert` explains `key` and `tags`.
         """
         if key is None:
             key = next(self.keys)
         item = Item.of(key, group, priorities, policy_version, self.timeout, permits, tags)
         if not self.offer(item):
             room = asyncio.Event()
-            # An offer that finds no room leaves `room.set` with the writer, which calls it when there may be room.
+            # If `offer` finds no room, it keeps `room.set`. The writer calls `room.set` when there may be room.
             while not self.offer(item, room.set):
                 await room.wait()
                 room.clear()
         return item.key
 
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Returns when the servers have acknowledged all items inserted so far. Raises the first error of an item.
+        """Waits until the servers have acknowledged all items inserted so far.
 
-        Raises DeadlineExceededError if not all items are acknowledged within `timeout` seconds.
+        Raises the first error of an item that no call has raised yet. Raises DeadlineExceededError if not all items are
+        acknowledged within `timeout` seconds.
         """
         drained = asyncio.Event()
-        while not self._is_drained(drained.set):
+        while not self._drain(drained.set):
             try:
                 async with asyncio.timeout(seconds_of(timeout, self._fleet.timeout)):
                     await drained.wait()
@@ -161,15 +166,17 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         self.check()
 
     def offer(self, item: Item, when_room: Callable[[], None] | None = None) -> bool:
-        """Queues the item and returns True if there is room. Raises an error of earlier items that was not raised yet.
+        """Queues the item and returns True if there is room. Any thread may call this.
 
         If there is no room, returns False, and calls `when_room` once when the caller should offer the item again.
+        Raises an error of earlier items that no call has raised yet.
         """
         with self.lock:
             self._raise()
-            # `decided`: the fleet has tried to reach each server. Before that, the items of a server that is only slow
-            # to connect would be sent to another server.
-            if not (self._fleet.decided and self._has_room(item)):
+            # `decided` is True once the fleet has tried to reach each server. Before that, nothing has room, because
+            # the items of a server that is only slow to connect would be sent to another server.
+            has_room = self._fleet.decided and self._has_room(item)
+            if not has_room:
                 if when_room is not None:
                     self._room.append(when_room)
                 return False
@@ -180,17 +187,18 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
             self.loop.call_soon_threadsafe(wake_line)
         return True
 
-    def _is_drained(self, when_drained: Callable[[], None]) -> bool:
-        """True if all items are acknowledged. Raises an error of earlier items that was not raised yet.
+    def _drain(self, when_drained: Callable[[], None]) -> bool:
+        """Sends all unsent items. Returns True if no item was in flight, so that there is nothing to wait for.
 
-        If some are not acknowledged, sends all unsent items, and calls `when_drained` once when all are acknowledged.
+        Otherwise returns False, and calls `when_drained` once when all items are acknowledged, or when an error ends a
+        line. If no item is in flight or a line has ended, raises an error that no call has raised yet, if there is one.
         """
         with self.lock:
             if not self._in_flight or self._failure is not None or self._lost:
                 self._raise()  # always raises, except if no item is in flight and no error is left to raise
                 return True
             self.awaited_by.append(when_drained)
-            lines_to_send = [line for line in self._lines.values() if line.wakes()]
+            lines_to_send = [line for line in self._lines.values() if line.must_send()]
         for line in lines_to_send:
             line.send()
         return False
@@ -213,8 +221,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     async def decided(self, line: InsertLine, items: Sequence[Item], response: pb.InsertResponse) -> None:
         """Notes that the server has decided about these items of the line: it has inserted or refused each.
 
-        Items that a draining server has refused are inserted into other servers, if there are any. Permits of items
-        that were inserted on another shard than the one that granted the permit are settled.
+        Sends the items that a draining server has refused to other servers, if there are any. If an item was inserted
+        on another shard than the one that granted its permit, releases the permit (`settle`).
         """
         errors = {error.key: error_of(error.code, error.message, error.reason) for error in response.errors}
         for item in items:
@@ -228,7 +236,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
                 if is_draining and self._placement.forget(item.key, line.shard):
                     del errors[item.key]
                     other_line = self._line_for(item)
-                    other_line.add(item)  # its result does not matter, because `send` is called for the line below
+                    other_line.add(item)  # ignore the returned callback, because the last loop below calls `send`
                     other_lines.add(other_line)
                 else:
                     self._in_flight -= 1
@@ -251,8 +259,9 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
             self._fail(error)
             return
         with self.lock:
-            if self._lines.get(line.shard) is line:  # a later item for this server will begin a new line
-                del self._lines[line.shard]
+            is_open = self._lines.get(line.shard) is line  # False if this was called for the line before
+            if is_open:
+                del self._lines[line.shard]  # a later item for this server will begin a new line
                 self._divide()
                 self._lost.append(error)
                 self._in_flight -= line.in_flight
@@ -263,8 +272,8 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
     def check(self) -> None:
         """Asserts that all items of the lines count as in flight, with their bytes, and that `_divide` was called.
 
-        The shares of the lines sum to at most `max_in_flight`, unless there are more lines than that: the share of a
-        line is at least 1. Any thread may call this.
+        The shares of the lines sum to at most `max_in_flight`, unless there are more lines than that, because the share
+        of a line is at least 1. Any thread may call this.
         """
         with self.lock:
             lines = self._lines.values()
@@ -280,22 +289,28 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         return not any(line.unacknowledged for line in self._lines.values())
 
     def _has_room(self, item: Item) -> bool:
-        """True if the item may join its line now. An item that is larger than `max_bytes` may join if it is alone."""
+        """True if the item may join its line now.
+
+        If no other item counts as in flight, the item may join even if it is larger than `max_bytes`.
+        """
         in_flight = self._in_flight
-        nbytes = self._bytes + item.nbytes
-        if in_flight < self.max_in_flight and nbytes <= self.max_bytes:
+        bytes_with_item = self._bytes + item.nbytes
+        if in_flight < self.max_in_flight and bytes_with_item <= self.max_bytes:
             return True
         # While any server can be reached, the items of servers that are away do not count.
         if self._fleet.up():
             for shard, line in self._lines.items():
                 if not shard.is_up:
                     in_flight -= line.in_flight
-                    nbytes -= line.bytes_in_flight
-        is_alone = not in_flight
-        return is_alone or (in_flight < self.max_in_flight and nbytes <= self.max_bytes)
+                    bytes_with_item -= line.bytes_in_flight
+        is_alone = in_flight == 0
+        return is_alone or (in_flight < self.max_in_flight and bytes_with_item <= self.max_bytes)
 
     def _line_for(self, item: Item) -> InsertLine:
-        """The line of the server that gets the item; a new line if the server has none. The caller holds the lock."""
+        """Chooses the server for the item, and returns its line. Makes a line if the server has none.
+
+        The caller holds the lock.
+        """
         shard = self._placement.shard_for(item)
         line = self._lines.get(shard)
         if line is None:
@@ -306,19 +321,19 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
 
     def _divide(self) -> None:
         """Divides the bounds among the lines. Call it when the number of lines has changed."""
-        lines = max(1, len(self._lines))
-        self.max_in_a_line = max(1, self.max_in_flight // lines)
+        line_count = max(1, len(self._lines))
+        self.max_in_a_line = max(1, self.max_in_flight // line_count)
         """The share of each line in `max_in_flight`."""
-        self.worth_a_message = min(_FULL, _WORTH_A_MESSAGE * lines)
-        """Payload bytes of a line's unsent items from which on they do not wait for more items."""
-        self.linger = _LINGER * lines
+        self.worth_a_message = min(_FULL, _WORTH_A_MESSAGE * line_count)
+        """If the unsent items of a line have at least this many payload bytes, they do not wait for more items."""
+        self.linger = _LINGER * line_count
         """Seconds that a few small items wait for more items."""
 
     def _raise(self) -> None:
-        """Raises an error that was not raised yet, if there is one. The caller holds the lock."""
+        """Raises an error that no call has raised yet, if there is one. The caller holds the lock."""
         if self._unreported:
             error = self._unreported[0]
-            self._unreported = []  # one error stands for all: `refused` has the others
+            self._unreported = []  # only the first error is raised, because `refused` has the others
             raise error
         if self._failure is not None:
             raise self._failure
@@ -326,17 +341,19 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
             raise self._lost.popleft()
 
     def _fail(self, error: ReplayError) -> None:
-        """Makes all later calls of the writer raise this error, or the error of an earlier `_fail`."""
+        """Makes all later calls of the writer raise this error. If `_fail` was called before, the first error stays."""
         with self.lock:
             self._failure = self._failure or error
         self._notify_waiters(now=True)
 
     def _notify_waiters(self, _: Connection | None = None, *, now: bool = False) -> None:
-        """Calls the callbacks of callers that wait for room.
+        """Calls the callbacks of all callers that wait for room.
 
-        If all items are acknowledged, also calls the callbacks of callers that wait for that; with `now` in any case,
-        so that they notice an error. The fleet calls this method too, with the shard, when a shard becomes reachable or
-        unreachable: then other items count as in flight.
+        If all items are acknowledged, also calls the callbacks in `awaited_by`. With `now`, calls these callbacks even
+        if items are in flight, so that their callers notice an error.
+
+        The fleet calls this method, too, with the shard as its argument, when a shard becomes reachable or unreachable.
+        Then there may be more room, because the items of shards that are away may not count.
         """
         with self.lock:
             waiting = self._room
@@ -352,8 +369,8 @@ class InsertLine:
     """The items of one writer for one server.
 
     An item is either in `_unsent` or in `unacknowledged`, until the server has decided about it. A task sends the
-    items. Few small items do not wake the task at once: they wait for the next acknowledgement, or for a timer, so that
-    more items share their message.
+    items. A few small items do not wake the task at once. They wait for the next acknowledgement, or for a timer, so
+    that more items share their message.
     """
 
     def __init__(self, writer: AsyncWriter, shard: Connection) -> None:
@@ -373,7 +390,8 @@ class InsertLine:
         self._awake = False
         """True if the task sends items now, or a call of `send` is scheduled."""
         self._lingers = False
-        """True from the time when `add` returns `linger` until the next `send`: no other call of `linger` is needed."""
+        """True from the time when `add` returns `linger` until the next `send`. Until then, `add` need not return
+        `linger` again."""
         self._task: asyncio.Task[None] | None = None
         """The task that runs `_run`; None before the first `send`."""
 
@@ -384,18 +402,19 @@ class InsertLine:
 
     @property
     def bytes_in_flight(self) -> int:
-        """The payload bytes of these items."""
+        """The payload bytes of the items that are not acknowledged."""
         return self._unsent_bytes + sum(item.nbytes for item in self.unacknowledged)
 
     def check(self) -> None:
-        """Asserts that `_unsent_bytes` are the bytes of the unsent items. The caller holds the lock."""
+        """Asserts that `_unsent_bytes` is the sum of the bytes of the unsent items. The caller holds the lock."""
         nbytes = sum(item.nbytes for item in self._unsent)
         assert self._unsent_bytes == nbytes, (self._unsent_bytes, nbytes)
 
     def add(self, item: Item) -> Callable[[], None] | None:
-        """Adds the item to the unsent ones. Returns `send` or `linger` if the caller must call it on the event loop.
+        """Adds the item to the unsent ones, and returns the method that the caller must then call on the event loop.
 
-        None: the item will be sent without that. The caller holds the lock.
+        This is `send` or `linger`. None: the caller need not call anything, because the item will be sent without that.
+        The caller holds the lock.
         """
         self._unsent.append(item)
         self._unsent_bytes += item.nbytes
@@ -404,15 +423,17 @@ class InsertLine:
         if self._worth_sending():
             self._awake = True
             return self.send
-        if self.unacknowledged or self._lingers:  # the next acknowledgement starts the timer, or the timer runs
+        if self.unacknowledged:  # the next acknowledgement starts the timer
+            return None
+        if self._lingers:  # the timer runs, or a call of `linger` is scheduled
             return None
         self._lingers = True
         return self.linger
 
-    def wakes(self) -> bool:
-        """True if there are unsent items and no call of `send` is scheduled. The caller must then call `send`.
+    def must_send(self) -> bool:
+        """Returns True if the caller must call `send`, because there are unsent items and the task does not send yet.
 
-        The caller holds the lock.
+        Then also sets `_awake`, so that no other caller calls `send` for these items. The caller holds the lock.
         """
         if self._awake or not self._unsent:
             return False
@@ -450,8 +471,12 @@ class InsertLine:
         """True if the unsent items should be sent now, and not after the next acknowledgement.
 
         A message costs both sides as much as many small items. So small items wait for each other while any server has
-        unacknowledged items of this writer. They are sent at once if no server has any, if a caller waits until all
-        items are acknowledged, and if the unsent items are many: the bytes of a message, or half of the line's share.
+        unacknowledged items of this writer. They are sent at once in any of these cases:
+
+        * No server has unacknowledged items of this writer.
+        * A caller waits until all items are acknowledged.
+        * The payload bytes of the unsent items are worth a message (`worth_a_message`).
+        * The unsent items are at least half of the line's share of `max_in_flight`.
         """
         writer = self._writer
         return (
@@ -468,11 +493,11 @@ class InsertLine:
             connection = self.shard
             patience = connection.patience(connection.timeout)
             while True:
-                await self._wake.wait()  # do not connect before there is something to send
+                await self._wake.wait()  # connect only when there is something to send
                 try:
                     await self._stream(connection, patience)
                 except grpc.aio.AioRpcError as error:
-                    # Without items, there is no hurry and nothing to lose: connect again for the next item.
+                    # If no item is in flight, the broken stream loses nothing. Then the next item connects again.
                     if self.in_flight:
                         await patience.pause_or_raise(error)  # raises if no other attempt follows
                 with self._lock:
@@ -488,8 +513,8 @@ class InsertLine:
         except ReplayError as error:
             writer.ended(self, error)
         except asyncio.CancelledError:
-            # The error is not raised again: the task would keep the stack frames of the error, and the shared memory
-            # that these refer to, until a garbage collection.
+            # Do not raise the error again. Otherwise the task would keep the stack frames of the error, and the shared
+            # memory to which these frames refer, until a garbage collection.
             writer.ended(self, ServerClosedError("the writer was closed while it had work to do"))
         except Exception as error:  # a bug of this package. Without this branch, callers would wait for ever
             writer.ended(self, ReplayError(f"the writer failed: {type(error).__name__}: {error}"))
@@ -500,7 +525,7 @@ class InsertLine:
         stream = connection.transport.stream("InsertStream")
         doubting = asyncio.create_task(self._doubt())
         reader = asyncio.create_task(self._read(stream, patience))
-        reader.add_done_callback(lambda _: self._wake.set())  # the stream has ended: leave the wait below
+        reader.add_done_callback(lambda _: self._wake.set())  # when the stream has ended, this ends the wait below
         try:
             while not reader.done():
                 await self._wake.wait()
@@ -512,7 +537,7 @@ class InsertLine:
                         await stream.write(request)
                     items = self._next_items()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader raises the reason
+            pass  # `reader.result()` below raises the reason
         finally:
             if not self.in_flight:  # the server has decided about all items, so the stream can end in good order
                 await stream.end(reader)
@@ -522,9 +547,9 @@ class InsertLine:
         reader.result()  # raises the reason why the stream ended
 
     async def _doubt(self) -> None:
-        """Makes the client probe the server if it acknowledges nothing for LATE_SECONDS, as a task.
+        """Makes the client probe the server whenever it has acknowledged nothing for LATE_SECONDS. Runs as a task.
 
-        If the probe fails, new items are sent to other servers.
+        If the server does not answer the probes, new items are sent to other servers.
         """
         while True:
             oldest = self.unacknowledged[0] if self.unacknowledged else None
@@ -533,7 +558,10 @@ class InsertLine:
                 self.shard.doubt()
 
     def _next_items(self, *, at_once: bool = False) -> list[Item]:
-        """The next items to send; empty if the unsent items should wait for more items. With `at_once` none waits."""
+        """Moves the next items to send from `_unsent` to `unacknowledged`, and returns them.
+
+        Returns an empty list if the unsent items should wait for more items. With `at_once`, no item waits.
+        """
         with self._lock:
             items: list[Item] = []
             if at_once or self._worth_sending():
@@ -546,10 +574,10 @@ class InsertLine:
         return items
 
     async def _read(self, stream: Stream, patience: Patience) -> None:
-        """Reads acknowledgements, as a task. Raises AioRpcError when the stream ends: it always ends with an error."""
+        """Reads acknowledgements until the stream ends, as a task. Then raises AioRpcError, even if all went well."""
         while True:
             response = await stream.read()
-            patience.renew()  # the server answers: timeout and pauses begin anew
+            patience.renew()  # the server answers, so the timeout and the pauses begin anew
             with self._lock:
                 # `response.decided` is the number of items about which the server has decided, in the order of sending.
                 items = [self.unacknowledged.popleft() for _ in range(response.decided)]

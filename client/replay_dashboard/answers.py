@@ -17,25 +17,25 @@ class VersionAnswers:
         self.version = -1
         """The newest policy version of which a group was read; below 0 if no group was read."""
         self.best: StoredItem | None = None
-        """The group with the highest reward; None: no reward is finite."""
+        """The group with the highest reward; None: no group with a finite reward was read."""
         self.worst: StoredItem | None = None
-        """The group with the lowest reward; None: no reward is finite."""
+        """The group with the lowest reward; None: no group with a finite reward was read."""
         self._high = -np.inf
-        """The highest reward so far, which a rollout of `best` has."""
+        """The highest reward of the version so far, which a rollout of `best` has."""
         self._low = np.inf
-        """The lowest reward so far, which a rollout of `worst` has."""
+        """The lowest reward of the version so far, which a rollout of `worst` has."""
 
     def add(self, item: StoredItem) -> None:
         """Compares the rewards of a group that was read with those of the groups before it.
 
-        After a rollback of the server, begins anew with the version of this group.
+        If the group is of a newer version than these, or if the server was rolled back to an older version, forgets
+        them and begins anew with the version of this group.
         """
-        # The server's policy version when it sent the group. A staleness of 0 does not tell it: after a rollback, a
-        # group may be of a later version than the server's, and its staleness is 0 then, too. So such a group is taken
-        # for a group without a rollback before it.
-        current_version = item.policy_version + item.staleness if item.staleness else self.version
         is_newer = item.policy_version > self.version
-        is_rolled_back = current_version < self.version
+        # If the staleness is above 0, the version of the group plus its staleness is the server's version when it sent
+        # the group. If the staleness is 0, the server's version is not known, because after a rollback a group may be
+        # newer than the server, and its staleness is 0 then, too. So it is no sign of a rollback.
+        is_rolled_back = item.staleness > 0 and item.policy_version + item.staleness < self.version
         if is_newer or is_rolled_back:
             self.version = item.policy_version
             self.best = None
@@ -56,7 +56,8 @@ class VersionAnswers:
         """The best and the worst answer as JSON. Call this only if `best` and `worst` are not None."""
         assert self.best is not None
         assert self.worst is not None
-        # Rewards that are not finite lose both comparisons.
+        # A reward that is not finite must not be chosen. So it counts as the lowest reward in the search for the best
+        # answer, and as the highest in the search for the worst. G: the rollouts of the group.
         best_rewards_G = np.where(np.isfinite(self.best.group.rewards), self.best.group.rewards, -np.inf)
         worst_rewards_G = np.where(np.isfinite(self.worst.group.rewards), self.worst.group.rewards, np.inf)
         return {

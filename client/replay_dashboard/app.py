@@ -50,9 +50,10 @@ CURVES = {
     "kl": "correction/kl",
     "ess": "correction/ess",
 }
-"""Metrics of the newest run that each update of the page includes: the name of the curve, and that of the metric."""
+"""Name of a curve that each update of the page includes -> the metric of the newest run that the curve shows."""
 KEPT_BYTES = 256 << 20
-"""Most bytes of opened groups that this process keeps. A viewer can read such a group after it has left the server."""
+"""Most bytes of opened groups that this process keeps. A viewer can still read a kept group after it has left the
+server."""
 _BYTES_BESIDE_PAYLOAD = 65536
 """An estimate of the memory that a kept item uses beside its payload."""
 _CACHED_RESULTS = 64
@@ -90,16 +91,17 @@ class Dashboard:
         self.runs = Runs(settings.runs)
         self.prompts = PromptLog(settings.solved_reward)
         self.client = AsyncReplayClient.from_env(5.0, **settings.access)  # a call waits for 5 seconds
-        # A budget has a share of the server's time, and the seconds of this time that calls may use at once.
+        # The arguments of a budget: its share of the server's time, and the seconds of this time that calls may use at
+        # once.
         self.reading = Budget(READING, 1.0)
-        """The budget of all calls for lists and groups: those of viewers and those of `catalog`."""
+        """The budget of all calls for lists and groups, both for viewers and for `catalog`."""
         self.catalog = Catalog(self.client, self.reading, self.text, self.prompts)
         # The polls of `Live` are alike: all do the same work. After each poll, `Live` calls `more`.
         self.live = Live(self.client, Budget(LOOKING, 0.1, alike=True), self.more)
         self._items: OrderedDict[int, StoredItem] = OrderedDict()
         """Copies of the items that viewers have opened, by key. The item that was opened last is at the end."""
         self._cache: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-        """Results of computations, by all that they depend on."""
+        """Results of computations. The key of a result has all that the result depends on."""
 
     async def run(self) -> None:
         """Polls the server, lists its tables, reads groups, and reads files of metrics, for ever."""
@@ -112,19 +114,20 @@ class Dashboard:
         while True:
             await asyncio.to_thread(self.runs.read)
             if self.live.info is not None:
-                with suppress(ValueError):  # the folder's tokenizer.json is damaged: the page shows ids instead
+                with suppress(ValueError):  # if the folder's tokenizer.json is damaged, the page shows ids, not text
                     self.text.find(self.live.info.policy.weights)
-            # The first answer of the server names the folder of the weights: look for its tokenizer soon after that.
+            # The first answer of the server names the folder of the weights. Until then, look often, so that the
+            # tokenizer is found soon after that answer.
             await asyncio.sleep(0.2 if self.live.info is None else 2.0)
 
     def more(self) -> dict[str, Any]:
         """The lists, signals and curves that this process adds to the server's numbers in each update of the page."""
         versions = self.prompts.by_version()
-        newest = self.runs.newest()
+        newest_run = self.runs.newest()  # name of a metric -> its values
         lists = {}
         for name, snapshot in self.catalog.snapshots.items():
             view = View(snapshot, self.catalog.facts)
-            # A snapshot never changes: its histograms change only when more of its groups have been read.
+            # A snapshot never changes, so its histograms change only when more of its groups have been read.
             compute = partial(view.histograms, names=("staleness", "priority", "reward_mean"))
             histograms = self._cached((snapshot.id, view.read), compute)
             lists[name] = {"id": snapshot.id, "items": len(snapshot.keys), "read": view.read, "histograms": histograms}
@@ -133,16 +136,16 @@ class Dashboard:
             "tokenizer": self.text.source,
             "runs_version": self.runs.version,
             "versions": versions[-_NEWEST_POINTS:],
-            "signals": signals(newest, versions),
+            "signals": signals(newest_run, versions),
             "run": self.runs.newest_name(),
-            "trend": trend_of(newest.get(CURVES["reward"], [])),
-            "curves": {name: newest.get(metric, [])[-_NEWEST_POINTS:] for name, metric in CURVES.items()},
+            "trend": trend_of(newest_run.get(CURVES["reward"], [])),
+            "curves": {name: newest_run.get(metric, [])[-_NEWEST_POINTS:] for name, metric in CURVES.items()},
             "answers": self._answers(),
         }
 
     def _answers(self) -> Any:
-        """The best and the worst answer of the newest policy version; None: none of its groups with a finite reward
-        was read."""
+        """The best and the worst answer of the newest policy version; None: no group of this version that was read has
+        a finite reward."""
         answers = self.catalog.answers
         if answers.best is None or answers.worst is None:
             return None
@@ -150,7 +153,7 @@ class Dashboard:
         return self._cached(key, partial(answers.document, self.text))
 
     def _cached(self, key: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
-        """The cached result of a key. If there is none, calls `compute` at once, and stores its result."""
+        """The cached result of `key`. If there is none, calls `compute`, and caches its result."""
         if key not in self._cache:
             self._cache[key] = compute()
             if len(self._cache) > _CACHED_RESULTS:
@@ -158,11 +161,14 @@ class Dashboard:
         return self._cache[key]
 
     async def item(self, key: int, again: bool = False) -> StoredItem | None:
-        """The item from the server, or the copy in this process if the server no longer has the item.
+        """The item with this key, from the server or from a copy in this process.
 
-        Without `again`, a copy is used before the server is asked, so that further tokens of an open group cost no
-        call. None: neither the server nor this process has the item. Raises ReplayError if the server cannot be asked
-        and there is no copy.
+        If there is a copy, `again` decides whether to ask the server at all. Without `again`, the copy is returned, so
+        that further tokens of an open group cost no call. With `again`, the server is asked, and the copy is returned
+        if the server no longer has the item or does not answer.
+
+        None: neither the server nor this process has the item. Raises ReplayError if the server does not answer and
+        there is no copy.
         """
         if again or key not in self._items:
             try:
@@ -175,10 +181,11 @@ class Dashboard:
             if items:
                 self._items[key] = items[0]
                 self._items.move_to_end(key)
-            elif key in self._items:  # the item has left the server, and with it all tables
+            elif key in self._items:  # the item has left the server, so it is in no table any more
                 self._items[key] = replace(self._items[key], tables={})
                 self._items.move_to_end(key)
-        while len(self._items) > 1 and self._bytes_of_items() > KEPT_BYTES:  # the newest stays, whatever its size
+        # Forget the copies that were opened longest ago. The last copy stays, whatever its size.
+        while len(self._items) > 1 and self._bytes_of_items() > KEPT_BYTES:
             self._items.popitem(last=False)
         return self._items.get(key)
 
@@ -187,9 +194,9 @@ class Dashboard:
         return sum(len(item.payload) + _BYTES_BESIDE_PAYLOAD for item in self._items.values())
 
     async def groups(self, request: Request) -> Any:
-        """The rows of a table that match the query, from `offset` to `offset + limit`, and counts of all its rows.
+        """The rows `offset` to `offset + limit` of those rows of a table that match the query, and counts of all rows.
 
-        The page names the snapshot that it shows, so that rows do not move while a viewer scrolls.
+        The request names the snapshot that the page shows, so that rows do not move while a viewer scrolls.
         """
         params = request.query_params
         text = params.get("text", "").lower()
@@ -215,25 +222,26 @@ class Dashboard:
             matching_rows = await asyncio.to_thread(view.select, query)
             histograms = await asyncio.to_thread(view.histograms, matching_rows)
             tag_values = await asyncio.to_thread(lambda: snapshot.tag_values)  # the first access computes them
-            computed = {"histograms": histograms, "flags": view.flags(), "tags": tag_values}
-            self._cached(key, lambda: (matching_rows, computed))
+            computed_summary = {"histograms": histograms, "flags": view.flags(), "tags": tag_values}
+            self._cached(key, lambda: (matching_rows, computed_summary))
         rows, summary = self._cache[key]
-        shown = rows[offset : offset + limit].tolist()
-        self.catalog.want(snapshot.keys[shown].tolist())  # so that these groups are read first
+        shown_rows = rows[offset : offset + limit].tolist()
+        self.catalog.want(snapshot.keys[shown_rows].tolist())  # so that these groups are read first
         counts = {"snapshot": snapshot.id, "matching": len(rows), "total": len(snapshot.keys), "read": view.read}
-        return {**counts, **summary, "rows": [view.row(row) for row in shown]}
+        return {**counts, **summary, "rows": [view.row(row) for row in shown_rows]}
 
     async def group(self, request: Request) -> Any:
         """One group; None if neither the server nor this process has it. With `whole=1`, all of its tokens."""
         whole = request.query_params.get("whole") == "1"
-        # A viewer downloads the whole of a group that is open: use the copy, even if the server has lost the group.
+        # The page asks for the whole of a group to download it, while the group is open. So there is a copy, and the
+        # copy is used without asking the server, which may have lost the group.
         item = await self.item(int(request.path_params["key"]), again=not whole)
         if item is None:
             return None
         return await asyncio.to_thread(item_document, item, self.text, whole)
 
     async def tokens(self, request: Request) -> Any:
-        """Further tokens of one completion, or of the prompt (completion -1); None: as for `group`."""
+        """Further tokens of one completion, or of the prompt (completion -1); None if the group is nowhere any more."""
         params = request.query_params
         row = int(params.get("completion", 0))
         start = int(params.get("start", 0))
@@ -286,10 +294,10 @@ class Dashboard:
 
 
 def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers with the result of `method` as JSON, or with status 404 if the result is None.
+    """Makes the function of a route that answers with the result of `method` as JSON.
 
-    Only the methods about one group return None. A Response that `method` returns is the answer as it is. PROBLEMS has
-    the status for each error that `method` raises.
+    If the result is None, which only the methods about one group return, the status of the answer is 404. If the result
+    is a Response, it is the answer as it is. PROBLEMS has the status for each error that `method` raises.
     """
 
     async def respond(request: Request) -> Response:
@@ -304,7 +312,8 @@ def answer(method: Callable[[Dashboard, Request], Awaitable[Any]]) -> Callable[[
 
 
 PROBLEMS = {InvalidRequestError: 400, ReplayError: 502, BodyTooLargeError: 413, ClientDisconnect: 400, ValueError: 400}
-"""The status of the answer to each error, by its class. After ClientDisconnect nobody reads the answer."""
+"""Class of an error -> status of the answer. The first class that fits an error counts. After ClientDisconnect nobody
+reads the answer."""
 
 
 async def _problem(request: Request, error: Exception) -> Response:
@@ -355,7 +364,8 @@ class PageServer(uvicorn.Server):
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """Runs the `Dashboard` of the application from its start to its shutdown."""
-        app.state.dashboard = dashboard = Dashboard(self._settings)
+        dashboard = Dashboard(self._settings)
+        app.state.dashboard = dashboard
         work = asyncio.create_task(dashboard.run())
         work.add_done_callback(self._end_on_fault)
         try:
@@ -367,8 +377,8 @@ class PageServer(uvicorn.Server):
             await dashboard.client.close()
 
     def _end_on_fault(self, work: asyncio.Task[None]) -> None:
-        """Ends the process if `Dashboard.run` has failed: otherwise the page would show old numbers as if they were
-        new."""
+        """Ends the process if `Dashboard.run` has failed, because otherwise the page would show old numbers as if they
+        were new."""
         if work.cancelled():
             return
         fault = work.exception()

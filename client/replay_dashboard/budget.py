@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 from replay_client.errors import ServerUnavailableError
 
 DEAREST = 1.0
-"""Most seconds of credit that one call costs. Most of a longer call is waiting in the line of a busy server."""
+"""Most seconds of credit that one call costs. A longer call does not cost more, because most of its duration is a wait
+in the line of a busy server."""
 
 
 class Budget:
@@ -27,13 +28,14 @@ class Budget:
         self, share: float, burst: float, *, alike: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._durations: deque[float] = deque(maxlen=16 if alike else 1)
-        """The seconds that the last calls took: a call costs the least of them. Without `alike`, only its own."""
+        """The seconds that each of the last 16 calls took; without `alike`, of the last call only. A call is added when
+        it ends, and then costs the least of these numbers."""
         self._share = share
         self._burst = burst
         self._clock = clock
         self._credit = burst
         self._updated = clock()
-        """The time at which `_credit` was computed."""
+        """The time of the clock at which `_credit` was computed."""
         self._lock = asyncio.Lock()
 
     @property
@@ -48,9 +50,10 @@ class Budget:
     async def call(self, *, background: bool = False) -> AsyncGenerator[None]:
         """Waits for credit, then runs the block as one call.
 
-        A background call waits until more than half of `burst` is there, and so leaves the other half to viewers.
+        A background call waits until the credit is more than half of `burst`, so that half of `burst` is left to the
+        calls of viewers.
         """
-        floor = self._burst / 2 if background else 0.0
+        floor = self._burst / 2 if background else 0.0  # the call must wait until the credit is above this
         while True:
             async with self._lock:
                 if self.credit > floor:
@@ -64,9 +67,9 @@ class Budget:
                     finally:
                         if server_worked:
                             self._durations.append(self._clock() - begin)
-                            # The call costs the least of the durations that are kept: see `_durations`.
+                            # `_durations` says why the call costs the least of the durations.
                             self._credit -= min(DEAREST, *self._durations)
                     return
-            # There is too little credit. Sleeps without the lock, so that a call that needs less credit can run first.
+            # There is too little credit. Sleep without the lock, so that a call that needs less credit can run first.
             seconds_to_credit = (floor - self.credit) / self._share
             await asyncio.sleep(min(1.0, max(0.01, seconds_to_credit)))

@@ -13,8 +13,9 @@ from replay_client.settings import SETTINGS_FILE
 from replay_protos.state import TOO_DEEP
 
 PARTS = ("serve", "generate*", "train")
-"""Files of `output_dir/config` that are read, without `.toml`. The file for clients is not read: it may name files that
-hold secrets."""
+"""The names, without `.toml`, of the files in `output_dir/config` that are read. `*` stands for any text.
+
+client.toml is not read, because it may name files that hold secrets."""
 MOST_BYTES = 1 << 20
 """A file with more bytes is not read."""
 MOST_SHOWN = 400
@@ -25,17 +26,18 @@ MOST_DEPTH = 16
 """Most levels of tables within tables that are shown."""
 HIDDEN = "set, not shown"
 """The text that is shown in place of a value that may be a secret."""
-_SECRETS = ("key", "token", "secret", "password")
-"""A setting whose name ends with one of these may be a secret."""
+_SECRET_ENDINGS = ("key", "token", "secret", "password")
+"""If the name of a setting ends with one of these, its value may be a secret."""
 _ARGUMENTS = "environment_args"
-"""The arguments of a user's environment: any of them may be a secret."""
+"""The name of the setting with the arguments of a user's environment. Any of these arguments may be a secret."""
 
 
 def configuration_of(folder: Path, root: Path) -> dict[str, str]:
-    """The settings of the run whose metrics are in `folder`, as JSON by dotted name, such as `train.learning_rate`.
+    """Reads the settings of the run whose metrics are in `folder`. Returns the value of each setting as JSON, by the
+    dotted name of the setting, such as `train.learning_rate`.
 
     A value that may be a secret is replaced by HIDDEN. `replay train` writes its settings into `folder`. `replay run`
-    writes the settings of all parts into a folder `config`, which is looked for in `folder` and beside it. Nothing
+    writes the settings of all parts into a folder `config`, which is read if it is in `folder` or beside it. Nothing
     outside of `root` is read, even if a link leads there. A file that cannot be read is left out.
     """
     settings: dict[str, str] = {}
@@ -49,7 +51,8 @@ def configuration_of(folder: Path, root: Path) -> dict[str, str]:
 
 
 def _read(file: Path, root: Path) -> Any:
-    """The content of a file of TOML or JSON; empty if it is not a file below `root`, too large or damaged."""
+    """The parsed content of a file of TOML or JSON; {} if there is no such file below `root`, or it is too large or
+    damaged."""
     try:
         target = file.resolve()
         if not target.is_relative_to(root.resolve()) or not target.is_file():
@@ -57,24 +60,30 @@ def _read(file: Path, root: Path) -> Any:
         if target.stat().st_size > MOST_BYTES:
             return {}
         text = target.read_text(encoding="utf-8")
-        return tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+        if file.suffix == ".toml":
+            return tomllib.loads(text)
+        return json.loads(text)
     except (OSError, ValueError, RuntimeError):  # RuntimeError: a link that leads to itself, or too deep a nesting
         return {}
 
 
 class _Hidden:
-    """An object of this class replaces a value that may be a secret."""
+    """Stands in place of a value that may be a secret. It is shown as HIDDEN."""
 
 
 def _settings(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The first MOST_SETTINGS settings of one file, as pairs of dotted name and shown value."""
+    """The first MOST_SETTINGS settings of one file, as pairs of dotted name and shown value.
+
+    `name`: the first part of all these names. `value`: the parsed content of the file.
+    """
     return islice(_flat(name, value), MOST_SETTINGS)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The values in tables, and in lists of tables, as pairs of dotted name and shown value.
+    """Yields the values within `value` as pairs of dotted name and shown value.
 
-    This walks depth-first, in the order of the file, with a stack in place of recursion.
+    Opens tables, and lists that have tables or lists, at most MOST_DEPTH deep. The order is that of the file. A stack
+    takes the place of recursion.
     """
     stack: list[tuple[str, Any, int]] = [(name, value, 0)]
     while stack:
@@ -86,21 +95,25 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
         elif depth == MOST_DEPTH:
             yield name, TOO_DEEP
         else:
-            for inner_name, inner_value in reversed(inner):  # the first is popped first
+            for inner_name, inner_value in reversed(inner):  # so that the first one is popped first
                 stack.append((inner_name, inner_value, depth + 1))
 
 
 def _inner(name: str, value: Any) -> list[tuple[str, Any]] | None:
-    """The values in a table, or in a list that has tables or lists, by dotted name; None for any other value.
+    """The dotted name and the value of each entry of a table, or of a list that has tables or lists.
 
-    In a list, a table with a `name` is called by that name, and any other entry by its index.
+    None: `value` is neither of these. In a list, a table with a `name` is called by that name, and any other entry by
+    its index. In a table, a value that may be a secret is replaced by a _Hidden.
     """
     inner: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         for key, setting in value.items():
-            inner.append((_joined(name, key), _Hidden() if _is_secret(key, setting) else setting))
+            if _is_secret(key, setting):
+                setting = _Hidden()
+            inner.append((_joined(name, key), setting))
         return inner
-    if not isinstance(value, list) or not any(isinstance(entry, dict | list) for entry in value):
+    has_inner = isinstance(value, list) and any(isinstance(entry, dict | list) for entry in value)
+    if not has_inner:
         return None
     for index, entry in enumerate(value):
         label = entry.get("name") if isinstance(entry, dict) else None
@@ -120,18 +133,20 @@ def _shown(value: Any) -> str:
 
 
 def _without_secret(value: Any) -> Any:
-    """Hides VALUE in a text NAME=VALUE if it may be a secret. Returns any other value unchanged."""
+    """Replaces VALUE in a text NAME=VALUE by HIDDEN if VALUE may be a secret. Returns any other value unchanged."""
     if not isinstance(value, str):
         return value
     name, equals, text = value.partition("=")
-    return f"{name}={HIDDEN}" if equals and _is_secret(name, text) else value
+    if equals and _is_secret(name, text):
+        return f"{name}={HIDDEN}"
+    return value
 
 
 def _is_secret(name: str, value: Any) -> bool:
     """True if the setting `name` may have a secret as its value."""
     if value is None or isinstance(value, bool):  # the setting is absent, or only on or off
         return False
-    return name == _ARGUMENTS or name.strip().lower().endswith(_SECRETS)
+    return name == _ARGUMENTS or name.strip().lower().endswith(_SECRET_ENDINGS)
 
 
 def _joined(name: str, key: str) -> str:
@@ -139,4 +154,6 @@ def _joined(name: str, key: str) -> str:
 
     The file train.toml of `replay run` has a section `train`, whose settings are named `train.x`, not `train.train.x`.
     """
-    return name if name == key else f"{name}.{key}"
+    if name == key:
+        return name
+    return f"{name}.{key}"

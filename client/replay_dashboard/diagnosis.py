@@ -1,11 +1,12 @@
 """Finds the present and coming problems of a server, and names their remedies.
 
-diagnosis.toml is the table of all rules, with the sentences and the remedy of each. This module decides which rules
+diagnosis.toml is the table of all rules, with the sentences and the remedies of each. This module decides which rules
 apply, by pure functions of one `ServerInfo`. `replay doctor` prints the findings, and so may any other client. The cost
 is linear in the number of tables.
 
 A finding is a warning when a person should look, and a failure when the run loses data or cannot go on. An action that
-a person takes on purpose, such as ending a part of the run, is neither. The first remedy never weakens a bound.
+a person takes on purpose, such as ending a part of the run, is neither. If a rule names several remedies, the first of
+them never weakens a bound.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from replay_dashboard.units import byte_size, counted, duration, listed, waiting
 YOUNG = 60.0
 """Seconds after the start of a server in which an empty table is normal."""
 UNREAD = 120.0
-"""Seconds that an item of a table of copies (`copy_to`) has waited for its reader: a warning from this value on."""
+"""Seconds that an item of a table of copies (`copy_to`) has waited for its reader: a warning above this value."""
 MUCH_STALE = 0.1
 """Share of the generated groups that were dropped as stale and never used: a warning from this value on."""
 MOST_STALE = 0.5
 """The same share: a failure above this value."""
 LEAST_GENERATED = 8
-"""The least number of groups that a value of a tag must have to be reported as starving."""
+"""The fewest generated groups with which a value of a tag is reported as starving."""
 MUCH_LOST = 0.1
 """Share of the inserts that were evicted before anybody sampled them: a warning above this value."""
 NEARLY_FULL = 0.9
@@ -65,10 +66,10 @@ REFUSED = {
     "429": "too many at once",
     "500": "the generator failed",
 }
-"""The statuses with which the address of the sessions refuses a request, and the reason for each."""
+"""The HTTP statuses with which a generator refuses requests of agents, and the reason for each."""
 RECENT = 900.0
-"""Seconds for which a client that is gone is reported while other clients of its part are connected. After that time
-another client may have replaced it under a new name."""
+"""While other clients of its part are connected, a client that is gone is reported for this many seconds. After that
+time it is not reported, because another client may have replaced it under a new name."""
 
 
 class Level(StrEnum):
@@ -101,15 +102,15 @@ class Finding:
 
 
 STOPS = ("blocked", "gone", "idle")
-"""The reasons why a run stops: requests wait in vain, a part is not connected, or nobody uses the tables. If several
-hold, the verdict of `health` names the first of them."""
+"""The reasons why a run stops. In this order they say: requests wait in vain, a part is not connected, or nobody uses
+the tables. If several hold, the verdict of `health` names the first of them."""
 RULES: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-"""The rules by their names. Each has a `level`, a `sentence`, a `remedy`, and perhaps `headline` and `stops`. Names in
-braces stand for facts."""
+"""The rules by their names. Each has a `level`, a `sentence`, a `remedy`, and perhaps `headline` and `stops`. The texts
+have the names of facts in braces, and `found` puts the facts in their place."""
 
 
 def found(rule: str, check: str, level: Level | None = None, **facts: Any) -> Finding:
-    """The finding of a rule, with these facts in its sentences. `level`: None for the level of the rule."""
+    """The finding of a rule, with these facts in its texts. `level` None: the level that the rule has."""
     texts = {name: text.format(**facts) for name, text in RULES[rule].items()}
     return Finding(
         check=check,
@@ -132,9 +133,9 @@ def diagnose(
 ) -> Iterator[Finding]:
     """Yields the findings about the server, and then those about each table. `info` must hold all tables.
 
-    `client_version` is the version of the caller's package, `now` the caller's clock in seconds since the epoch.
-    `max_staleness` is the largest mean age of drawn groups that is no finding, in policy versions; None: the bound of
-    their table.
+    `client_version` is the version of the caller's package, and `now` the caller's clock in seconds since the epoch. A
+    warning says so if the groups drawn from a table are more than `max_staleness` policy versions old in the mean. If
+    `max_staleness` is None, the bound of the table takes its place.
     """
     yield from _shards(info)
     yield _version(info, client_version)
@@ -151,11 +152,11 @@ def diagnose(
     yield from _failures(info)
     yield from _cut_early(info)
     yield from _refused_agents(info)
-    # True if an empty table is odd by now: see `_table_findings`.
-    fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
+    # At the beginning of a run, it is normal that nobody has inserted into a table.
+    should_be_fed = info.uptime > YOUNG or any(table.inserts for table in info.tables.values())
     for table in tables:
-        problems = list(_table_findings(info, table, fed))
-        # Not among the problems: this finding may also say that the age is right.
+        problems = list(_table_findings(info, table, should_be_fed))
+        # This finding is not among the problems, because it may also say that the age is right.
         yield from _age_of_draws(info, table, max_staleness)
         if problems:
             yield from problems
@@ -172,7 +173,7 @@ class _Table:
     config: dict[str, Any]
     feeders: list[TableInfo] = field(default_factory=list)
     """The tables that forward to this table (`forward_to`)."""
-    copied: str | None = None
+    copies_of: str | None = None
     """The name of the table that copies its items to this table (`copy_to`); None: no table does."""
 
     @property
@@ -193,13 +194,13 @@ class _Table:
 def _tables(info: ServerInfo) -> list[_Table]:
     """All tables, with their parsed configurations and the tables that send them items."""
     tables = [_Table(table, json.loads(table.config)) for table in info.tables.values()]
-    feeders = defaultdict(list)
+    feeders_by_target = defaultdict(list)
     for table in tables:
-        feeders[table.config["forward_to"]].append(table.info)
-    copied = {table.config["copy_to"]: table.name for table in tables}
+        feeders_by_target[table.config["forward_to"]].append(table.info)
+    copied_by_target = {table.config["copy_to"]: table.name for table in tables}
     for table in tables:
-        table.feeders = feeders[table.name]
-        table.copied = copied.get(table.name)
+        table.feeders = feeders_by_target[table.name]
+        table.copies_of = copied_by_target.get(table.name)
     return tables
 
 
@@ -207,7 +208,7 @@ def _tables(info: ServerInfo) -> list[_Table]:
 
 
 def _version(info: ServerInfo, client_version: str) -> Finding:
-    """The finding that server and client have different versions, or the same."""
+    """The finding about the versions of server and client."""
     if info.version != client_version:
         return found("version-differs", "version", server=info.version, client=client_version)
     return _ok("version", info.version)
@@ -223,7 +224,7 @@ def _clock(info: ServerInfo, now: float) -> Finding:
 
 
 def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
-    """The bytes of all items against their bounds, and the free memory of each machine."""
+    """Compares the bytes of all items with their bounds, and the free memory of each machine with what it may need."""
     held = f"{byte_size(info.bytes)} in {counted(info.items, 'item')}"
     retained = sum(table.info.retained_bytes for table in tables)
     if retained:
@@ -241,7 +242,9 @@ def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
     else:
         yield _ok("memory", held)
     for check, server in _checks_of_servers(info, "memory"):
-        room = server.max_bytes - server.bytes if server.max_bytes else 0  # by which the tables may still grow
+        room = 0  # the bytes by which the tables may still grow; 0 also if they have no bound
+        if server.max_bytes:
+            room = server.max_bytes - server.bytes
         is_known = server.memory_available > 0
         if is_known and server.memory_available < max(room, FEW_BYTES):
             growth = f", and its tables may grow by {byte_size(room)}" if room else ""
@@ -249,7 +252,7 @@ def _memory(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
 
 
 def _disk(info: ServerInfo) -> Iterator[Finding]:
-    """Faults of the server's data directory, and the free space of each machine's disk."""
+    """Reports faults of the server's data directory, and the free space on the disk of each machine."""
     if info.commit_error:
         yield found("disk-fails", "disk", reason=info.commit_error)
     if info.fell_back:
@@ -267,18 +270,21 @@ def _disk(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _checks_of_servers(info: ServerInfo, check: str) -> list[tuple[str, ServerInfo]]:
-    """Each server that answers, after the name of the `check` of its machine."""
+    """For each server that answers, a pair of the name of the check of its machine, and the server.
+
+    `check` is "memory" or "disk". If there are several servers, the name also says which server is meant.
+    """
     shards = [(f"{check} of {name}", shard) for name, shard in shards_of(info) if shard is not None]
     return shards or [(check, info)]  # a single server has no shards
 
 
 def _policy(info: ServerInfo) -> Finding:
-    """The finding about the published policy version, or that a trainer samples and publishes none."""
+    """The finding about the published policy version. It is a warning if a trainer samples and publishes no version."""
     # Generators and scorers, not trainers, sample the permit tables.
     permit_tables = () if info.admission is None else info.admission.permit_tables
-    sampled = any(table.samples for table in info.tables.values() if table.name not in permit_tables)
+    is_sampled = any(table.samples for table in info.tables.values() if table.name not in permit_tables)
     never_published = info.policy.version == 0 and not info.policy.weights
-    if never_published and sampled:
+    if never_published and is_sampled:
         return found("no-version", "policy")
     message = f"version {info.policy.version}, set {duration(info.policy.age)} ago"
     if info.policy.interval:
@@ -287,18 +293,19 @@ def _policy(info: ServerInfo) -> Finding:
 
 
 def _shards(info: ServerInfo) -> Iterator[Finding]:
-    """The servers that do not answer, if there are several."""
+    """Reports each server that does not answer, if there are several servers."""
     for name, shard in shards_of(info):
         if shard is None:
             yield found("shard-away", f"shard {name}")
 
 
 def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
-    """The parts of the run that are overdue, gone, ended or were never connected; otherwise the connected clients."""
+    """Reports the parts of the run that are overdue, gone, ended or were never connected. If trainer and generator are
+    connected, reports the connected clients."""
     if info.overdue:
         for overdue in info.overdue:
             yield found("client-overdue", overdue.role, reason=overdue.reason, who=_overdue_headline(info))
-        return  # a part that is overdue may count as gone too: report it once
+        return  # a part that is overdue may also be gone, and must be reported only once
     trainer = trainer_of(info)
     supply = supply_of(info)
     connected = [f"{client.name} ({client.role or 'client'})" for client in info.clients if client.open]
@@ -316,8 +323,8 @@ def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
             groups = counted(info.tables[name].size, "group")
             yield _missing(info, scorers, name, f"; {groups} of {name} lack rewards")
     teacher = teacher_of(info)
-    # Then nobody adds the columns that items wait for. If a teacher is away but has not said that it ends,
-    # `_awaited_columns` reports the columns after a long wait.
+    # If the teacher has ended, nobody adds the columns that items wait for. If it is away but did not say that it ends,
+    # `_awaited_columns` reports these columns after a long wait.
     if teacher.state is State.ENDED:
         for table in info.tables.values():
             if table.incomplete_items:
@@ -326,9 +333,9 @@ def _roles(info: ServerInfo, tables: Sequence[_Table]) -> Iterator[Finding]:
 
 
 def _one_gone(info: ServerInfo) -> Iterator[Finding]:
-    """Clients that are gone and did not say that they end, while other clients of the same part are connected."""
+    """Reports clients that are gone and did not say that they end, while others of the same part are connected."""
     connected: dict[str, list[str]] = defaultdict(list)  # the names of clients, by their part
-    gone = []
+    gone = []  # pairs of a part and a client of it
     for client in info.clients:
         part = read_described(client.settings).get("part")
         if not isinstance(part, str):  # a client that does not describe its part may come and go
@@ -346,7 +353,8 @@ def _one_gone(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _overdue_headline(info: ServerInfo) -> str:
-    """The headline for the parts that are overdue: they are silent if one of their clients is connected, else gone."""
+    """The headline for the parts that are overdue. They are "silent" if one of their clients is connected, or else
+    "gone"."""
     roles = sorted({overdue.role for overdue in info.overdue}, reverse=True)  # the trainer before the generator
     clients = [client for role in roles for client in info.clients_of(role)]
     state = "silent" if any(client.open for client in clients) else "gone"
@@ -356,17 +364,18 @@ def _overdue_headline(info: ServerInfo) -> str:
     return f"{subject} {state}"
 
 
-def _missing(info: ServerInfo, part: Part, check: str, groups_left: str = "") -> Finding:
-    """The finding about a part that the run lacks. `groups_left`: the groups that the run can still use, in words."""
-    # Soon after the start of the server, a part may still load its model or connect again: this is no warning yet.
+def _missing(info: ServerInfo, part: Part, check: str, addition: str = "") -> Finding:
+    """The finding about a part that the run lacks. `addition`: a text that follows the reason why the part is missing,
+    for example about the groups that the run can still use."""
+    # Soon after the start of the server, a part may still load its model or connect again, so this is no warning yet.
     may_still_come = info.uptime <= YOUNG and not part.is_known_to_be_gone
-    level = Level.OK if may_still_come else None
-    return found("part-missing", check, level, why=part.why + groups_left, what=part.remedy, who=part.headline)
+    level = Level.OK if may_still_come else None  # None: the level of the rule
+    return found("part-missing", check, level, why=part.why + addition, what=part.remedy, who=part.headline)
 
 
 def _nobody(trainer: Part, supply: Part, connected: Sequence[str]) -> Finding:
     """The finding about a server without trainers and generators. `connected`: the clients that are connected."""
-    if trainer.state is State.ENDED and supply.state is State.ENDED:  # on purpose
+    if trainer.state is State.ENDED and supply.state is State.ENDED:  # both ended on purpose
         ended = f"{trainer.why}, {supply.why}"
         return Finding("clients", Level.OK, ended, headline="The run has ended", stops="idle")
     why = f"{trainer.why}; {supply.why}"
@@ -385,7 +394,7 @@ def _groups_left(info: ServerInfo, tables: Sequence[_Table]) -> str:
     text = ""
     for table in tables:
         # A table of copies is drawn by an archive, not by a trainer.
-        is_queue = table.config["max_times_sampled"] == 1 and table.copied is None
+        is_queue = table.config["max_times_sampled"] == 1 and table.copies_of is None
         if is_queue and table.name not in permit_tables:
             text += f"; {table.name} still has {counted(table.info.size, 'group')}"
     return text
@@ -414,19 +423,25 @@ def _why_nobody(info: ServerInfo, wait: Waiting, role: str, table: str = "") -> 
 def _waited_for(info: ServerInfo, role: str, table: str) -> Part:
     """The part that has to act so that requests which wait for a role are served.
 
-    A scorer takes the place of the trainer at a table of groups that lack rewards. It takes the place of the generators
-    if they are connected and the scorer, which passes their groups on, is missing.
+    Usually this is the trainer or the generators. At a table of groups that lack rewards, scorers take the place of the
+    trainer. Scorers also take the place of the generators if the generators are connected and the scorers are missing,
+    because the scorers pass on the groups of the generators.
     """
     scorers = scorers_of(info)
     if role == TRAINER:
-        return scorers[table] if table in scorers else trainer_of(info)
+        if table in scorers:
+            return scorers[table]
+        return trainer_of(info)
     supply = supply_of(info)
     missing_scorers = [part for part in scorers.values() if not part.is_connected]
-    return missing_scorers[0] if supply.is_connected and missing_scorers else supply
+    if supply.is_connected and missing_scorers:
+        return missing_scorers[0]
+    return supply
 
 
 def _permits(info: ServerInfo) -> Iterator[Finding]:
-    """Permits that expired, that partial groups hold for nobody, or that generators wait for."""
+    """Reports permits that expired, that are held by partial groups which nobody continues, or that generators wait
+    for."""
     admission = info.admission
     if admission is None:
         return
@@ -435,14 +450,15 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
     scorers = scorers_of(info)
     for name in admission.permit_tables:
         lacks_scorer = name in scorers and not scorers[name].is_connected
-        if not lacks_scorer:  # `_roles` has reported a missing scorer
+        if not lacks_scorer:  # `_roles` reports a missing scorer
             yield from _partial_groups(name, info)
     wait = admission.acquiring
+    message = waiting(wait, "permit request")
     # The tables whose sample requests have waited long.
     starved = [table.name for table in info.tables.values() if info.is_long(table.sampling)]
-    message = waiting(wait, "permit request")
-    # A sample request that waits shows that the trainer is there.
-    nobody = None if starved else _why_nobody(info, wait, TRAINER)
+    nobody = None
+    if not starved:  # if sample requests wait, the trainer is there
+        nobody = _why_nobody(info, wait, TRAINER)
     if nobody is not None:
         yield found("nobody-serves", "permits", wait=message, **nobody)
         return
@@ -463,7 +479,7 @@ def _permits(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _partial_groups(name: str, info: ServerInfo) -> Iterator[Finding]:
-    """Partial groups that no generator continues. They hold permits that nobody else can use."""
+    """Reports partial groups that no generator continues. Each of them holds a permit that nobody else can use."""
     table = info.tables.get(name)
     if table is None or not table.size:
         return
@@ -483,7 +499,7 @@ def _partial_groups(name: str, info: ServerInfo) -> Iterator[Finding]:
 
 
 def _last_seen(clients: Iterable[ClientInfo]) -> str:
-    """The names of clients and the times since they were seen, as a part of a sentence; empty without clients."""
+    """The name of each client and the time since it was seen, as a part of a sentence; empty without clients."""
     names = []
     for client in clients:
         ended = "ended " if client.ended else ""
@@ -495,14 +511,14 @@ def _last_seen(clients: Iterable[ClientInfo]) -> str:
 
 
 def _batches(info: ServerInfo) -> Iterator[Finding]:
-    """Trainers that take more or fewer groups a step than [admission] says, or take them from a table that no generator
-    fills."""
+    """Reports trainers that take more or fewer groups a step than [admission] says, or take them from a table that a
+    generator does not fill."""
     for name, settings in info.settings_of("trainer"):
         table = settings.get("rollouts_table")
         fresh = settings.get("fresh_groups_per_step")
         if not isinstance(table, str) or not isinstance(fresh, int):  # a client may describe anything
             continue
-        is_dynamic = settings.get("zero_variance") == "dynamic"  # the trainer then takes as many groups as it needs
+        is_dynamic = settings.get("zero_variance") == "dynamic"  # such a trainer takes as many groups as it needs
         admission = info.admission
         if admission is not None and admission.table == table and not is_dynamic:
             admitted = admission.fresh_groups_per_step
@@ -531,11 +547,12 @@ def _batches(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _sampling_masks(info: ServerInfo) -> Iterator[Finding]:
-    """Generators that sample tokens from a part of the vocabulary. They should store which part: the sampling masks."""
+    """Reports generators that draw tokens from a part of the vocabulary. They should store this part for each token, as
+    a sampling mask."""
     for name, settings in info.settings_of("generator"):
         if not truncates(settings):
             continue
-        # Each option alone, to name those that truncate.
+        # Ask for each option alone, to name only the options that truncate.
         truncating = [option for option in TRUNCATING if truncates({option: settings.get(option)})]
         how = listed([f"{option} {settings[option]:g}" for option in truncating])
         if settings.get("sampling_masks"):
@@ -545,12 +562,16 @@ def _sampling_masks(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _one_reward(info: ServerInfo) -> Iterator[Finding]:
-    """Parts that gave the same reward to all rollouts of many groups in a row. They describe this as `one_reward`."""
+    """Reports generators and scorers that gave the same reward to all rollouts of many groups in a row.
+
+    A client describes this in its setting `one_reward`.
+    """
     for part in ("generator", "scorer"):
         for name, settings in info.settings_of(part):
             one_reward = _described_facts(settings, "one_reward", value=float, groups=int, got=str)
             if one_reward is None:
                 continue
+            # The newest answer, with the expected answer before it if there is one.
             pair = f"the newest answer ends with {one_reward['got']!r:.120}"
             if "expected" in one_reward:
                 pair = f"expected {one_reward['expected']!r:.120}, and {pair}"
@@ -566,7 +587,10 @@ def _one_reward(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _failures(info: ServerInfo) -> Iterator[Finding]:
-    """Parts in which more than half of the last rollouts have failed. They describe this as `failures`."""
+    """Reports generators and scorers in which more than half of the last rollouts have failed.
+
+    A client describes this in its setting `failures`.
+    """
     for part in ("generator", "scorer"):
         for name, settings in info.settings_of(part):
             facts = _described_facts(settings, "failures", failed=int, rollouts=int, reason=str)
@@ -575,8 +599,10 @@ def _failures(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _cut_early(info: ServerInfo) -> Iterator[Finding]:
-    """Generators whose rollouts end with finish reason `length` long before `max_tokens`. They describe this as
-    `cut_early`."""
+    """Reports generators whose rollouts end with finish reason `length` long before `max_tokens`.
+
+    A client describes this in its setting `cut_early`.
+    """
     for name, settings in info.settings_of("generator"):
         facts = _described_facts(settings, "cut_early", cut=int, rollouts=int, longest=int, max_tokens=int)
         if facts is not None:
@@ -585,16 +611,19 @@ def _cut_early(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _refused_agents(info: ServerInfo) -> Iterator[Finding]:
-    """Generators that have refused several requests of agents in the last ten minutes, with the statuses."""
+    """Reports generators that have refused several requests of agents in the last ten minutes, with the statuses.
+
+    A client describes this in its setting `sessions`.
+    """
     for name, settings in info.settings_of("generator"):
         facts = _described_facts(settings, "sessions", refused=dict, reason=str)
         if facts is None:
             continue
-        counts = {status: count for status, count in facts["refused"].items() if isinstance(count, int)}  # by status
-        total = sum(counts.values())
+        refused_by_status = {status: count for status, count in facts["refused"].items() if isinstance(count, int)}
+        total = sum(refused_by_status.values())
         if total < FEW_REFUSED:
             continue
-        kinds = [f"{count} with status {_status(status)}" for status, count in counts.items()]
+        kinds = [f"{count} with status {_status(status)}" for status, count in refused_by_status.items()]
         yield found(
             "agents-refused",
             "sessions",
@@ -606,15 +635,17 @@ def _refused_agents(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _status(status: str) -> str:
-    """A status of HTTP with its reason, if that is known."""
-    return f"{status} ({REFUSED[status]})" if status in REFUSED else status
+    """An HTTP status, with its reason if REFUSED has it."""
+    if status in REFUSED:
+        return f"{status} ({REFUSED[status]})"
+    return status
 
 
 def _described_facts(settings: Mapping[str, Any], name: str, **kinds: type) -> dict[str, Any] | None:
-    """The facts that a client describes under this name; None: it describes none, or not of these kinds.
+    """The facts in a client's setting `name`; None: the client has no such setting, or not in the right form.
 
-    The facts are a table. It must have the fields that `kinds` names, each of its type. Of its other fields, only
-    `expected` is returned. A client may describe anything, so all of this is checked.
+    The right form is a dict with a field for each of `kinds`, which gives the type of the field. A client may describe
+    anything, so all of this is checked. Of the other fields, only `expected` is returned.
     """
     facts = settings.get(name)
     if not isinstance(facts, dict):
@@ -626,7 +657,7 @@ def _described_facts(settings: Mapping[str, Any], name: str, **kinds: type) -> d
 
 
 def _filled_tables(info: ServerInfo, names: Sequence[str]) -> list[str]:
-    """The tables `names`, and the tables that get items of these tables by `forward_to`, directly or over others."""
+    """The tables `names`, and all tables that get items of these by `forward_to`, directly or through other tables."""
     tables = list(names)
     for name in tables:  # the list grows in the loop
         if name not in info.tables:
@@ -640,18 +671,18 @@ def _filled_tables(info: ServerInfo, names: Sequence[str]) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- one table
 
 
-def _table_findings(info: ServerInfo, table: _Table, fed: bool) -> Iterator[Finding]:
+def _table_findings(info: ServerInfo, table: _Table, should_be_fed: bool) -> Iterator[Finding]:
     """The problems of one table.
 
-    `fed` is True if a table without inserts is odd: clients have inserted into some table, or the server has run long
-    enough.
+    `should_be_fed` is True if it is a problem that nobody has inserted into this table. That is so if clients have
+    inserted into some table, or if the server has run long enough.
     """
-    # Requests may wait because items lack a column. Then the missing column is the finding, and not the waits.
+    # Requests may wait because items lack a column. Then only the missing column is reported, and not the waits.
     awaited_columns = list(_awaited_columns(table.info, info))
     yield from awaited_columns or _waits(table.info, info)
     yield from _limiter(table)
     yield from _balance(table)
-    if fed and not table.info.inserts and table.copied is None:
+    if should_be_fed and not table.info.inserts and table.copies_of is None:
         yield _never_fed(table)
     yield from _staleness(table, info)
     yield from _starved(table, info)
@@ -668,7 +699,7 @@ def _blocked(who: str, cause: str, age: float, info: ServerInfo) -> str:
 
 
 def _awaited_columns(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
-    """Items that wait for columns, if nobody has added such a column for a long time."""
+    """Reports items that wait for columns, if nobody has added such a column for a long time."""
     if not table.incomplete_items or table.incomplete_seconds < info.long_wait:
         return
     is_blocking = info.is_long(table.sampling) or info.is_long(table.inserting)
@@ -683,7 +714,7 @@ def _awaited_columns(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
 
 
 def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
-    """Inserts and sample requests that wait long, or in vain."""
+    """Reports inserts and sample requests that wait long, or in vain."""
     inserting = table.inserting
     sampling = table.sampling
     no_sample = _blocked(f"Inserts into {table.name}", "nobody samples it", table.sampled.age, info)
@@ -691,7 +722,7 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
     if info.is_long(inserting) and info.is_long(sampling):
         yield found("both-wait", table.name, blocked=no_sample, inserts=inserting, samples=sampling)
         return
-    # The reason of the server names `max_diff` if the rate limiter makes the inserts wait.
+    # If the rate limiter makes the inserts wait, the server's reason for the wait names `max_diff`.
     yield from _waiting_request(
         info,
         table,
@@ -715,9 +746,10 @@ def _waits(table: TableInfo, info: ServerInfo) -> Iterator[Finding]:
 def _waiting_request(
     info: ServerInfo, table: TableInfo, wait: Waiting, message: str, rule: str, role: str, blocked: str
 ) -> Iterator[Finding]:
-    """Requests of one kind that wait long, or in vain, for a client of `role`.
+    """Reports requests of one kind that wait long, or in vain, for a client of `role`.
 
-    `rule` and `blocked`, its headline, are for requests that wait long.
+    `message`: the wait in words. If requests wait long but not in vain, the finding is that of `rule`, and `blocked` is
+    its headline.
     """
     nobody = _why_nobody(info, wait, role, table.name)
     if nobody is not None:
@@ -727,8 +759,9 @@ def _waiting_request(
 
 
 def _limiter(table: _Table) -> Iterator[Finding]:
-    """Combinations of settings that block for ever, or lose items, whatever clients do."""
-    info = table.info
+    """Reports combinations of settings that block for ever, or lose items, whatever clients do. Also reports a table
+    whose priorities are all 0."""
+    counts = table.info
     config = table.config
     name = table.name
     limiter = config["rate_limiter"]
@@ -736,13 +769,15 @@ def _limiter(table: _Table) -> Iterator[Finding]:
     evicts = config["when_full"] == "evict"
     ratio = limiter["samples_per_insert"]
     min_size = limiter["min_size"]
-    admitted = limiter["max_size"]
+    admitted = limiter["max_size"]  # the items that the limiter lets in; None: no limit
     if ratio is not None and uses and uses < ratio:
-        yield found("ratio-above-uses", name, ratio=ratio, uses=uses, needed=-(-ratio // 1))  # rounded up
-    bound = config["max_bytes"]
-    mean = info.bytes / info.size if info.size else 0.0
-    if bound is not None and mean * min_size > bound:
-        yield found("min-size-never", name, min_size=min_size, mean=byte_size(int(mean)), bound=byte_size(bound))
+        rounded_up = -(-ratio // 1)
+        yield found("ratio-above-uses", name, ratio=ratio, uses=uses, needed=rounded_up)
+    max_bytes = config["max_bytes"]
+    mean_bytes = counts.bytes / counts.size if counts.size else 0.0
+    if max_bytes is not None and mean_bytes * min_size > max_bytes:
+        mean = byte_size(int(mean_bytes))
+        yield found("min-size-never", name, min_size=min_size, mean=mean, bound=byte_size(max_bytes))
     keeps_items_for_ever = not uses and config["max_staleness"] is None
     if config["when_full"] == "block" and keeps_items_for_ever:
         yield found("fills-once", name)
@@ -755,16 +790,16 @@ def _limiter(table: _Table) -> Iterator[Finding]:
             admitted=admitted,
             max_size=config["max_size"],
         )
-    # A column that arrives makes its item larger, so a table that is full by its bytes refuses the column.
-    if config["requires"] and bound is not None and evicts:
+    # A column that arrives makes its item larger. So a table that has reached its `max_bytes` refuses the column.
+    if config["requires"] and max_bytes is not None and evicts:
         yield found("no-room-for-columns", name, columns=listed(config["requires"]))
-    all_priorities_are_zero = info.size > 0 and not info.priority.max
+    all_priorities_are_zero = counts.size > 0 and not counts.priority.max
     if all_priorities_are_zero and config["sampler"]["type"] == "prioritized":
         yield found("priorities-zero", name)
 
 
 def _balance(table: _Table) -> Iterator[Finding]:
-    """A balance that changes nothing, or that allows no draw at all."""
+    """Reports a balance that changes nothing, or that allows no draw at all."""
     balance = table.config["balance"]
     values = table.info.values
     if balance is None or not values:
@@ -787,7 +822,8 @@ def _never_fed(table: _Table) -> Finding:
 
 
 def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) -> Iterator[Finding]:
-    """The mean staleness of groups at their draws. Only a table with `max_times_sampled = 1` measures it."""
+    """The finding about the mean staleness of groups when they are drawn. Only a table with `max_times_sampled = 1`
+    measures it."""
     flow = table.info.flow
     if not flow.versions:  # not measured
         return
@@ -799,7 +835,7 @@ def _age_of_draws(info: ServerInfo, table: _Table, max_staleness: float | None) 
 
 
 def _allowed_staleness(info: ServerInfo, table: _Table) -> float | None:
-    """The bound on staleness of the table, or that of [admission] if this is lower; None: neither has a bound."""
+    """The lower one of two bounds on staleness, of the table and of [admission]; None: neither has a bound."""
     limits = [table.config["max_staleness"]]
     if info.admission is not None and info.admission.table == table.name:
         limits.append(info.admission.max_staleness)
@@ -807,17 +843,18 @@ def _allowed_staleness(info: ServerInfo, table: _Table) -> float | None:
 
 
 def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
-    """Groups that went stale before anybody used them.
+    """Reports groups that went stale before anybody used them.
 
-    Every group in a pool goes stale at last. Only groups that no reader ever got are lost work. The counter `stale`
-    includes groups that were used before, so this function computes the least number of groups that were lost. A sample
-    uses at most one item. Each forwarded item was used in the table that it came from.
+    In a pool, every group goes stale in the end, and only a group that nobody ever used is lost work. The counter
+    `stale` includes groups that were used. So this function computes the fewest groups that can have been lost: the
+    stale groups minus the most groups that can have been used. Each sample used at most one group of this table, and
+    each forwarded group was used in the table that it came from.
     """
     counts = table.info
-    used = 0  # a queue gives each group once, and a group that was drawn has left the queue
+    used = 0  # a draw removes a group from a queue, so nobody has drawn the stale groups of a queue
     if table.config["max_times_sampled"] != 1:
         used = counts.samples + table.forwarded_in
-    # A forward that was refused is no loss: the item was used before.
+    # If this table refused a forwarded item as stale, that is no loss, because the item was used before.
     refused = max(0, counts.stale_refused - sum(feeder.forward_refused for feeder in table.feeders))
     lost = max(0, counts.stale - used) + refused
     generated = table.direct_inserts + refused
@@ -837,11 +874,11 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
 
 
 def _starved(table: _Table, info: ServerInfo) -> Iterator[Finding]:
-    """For each tag with values that starve, the value that loses the largest share of its groups as too old.
+    """Reports, for each tag with values that starve, the value that loses the largest share of its groups as too old.
 
     `_shares_lost` says when a value starves.
     """
-    if table.copied is not None or table.feeders:  # generators do not insert into this table
+    if table.copies_of is not None or table.feeders:  # generators do not insert into this table
         return
     for counts in tag_counts(info, table.info):
         shares = _shares_lost(counts)
@@ -874,7 +911,7 @@ def _starved(table: _Table, info: ServerInfo) -> Iterator[Finding]:
 
 
 def _shares_lost(counts: TagCounts) -> dict[str, float]:
-    """For each value of a tag that starves, the share of its groups that were lost as too old.
+    """The values of a tag that starve, each with the share of its groups that were lost as too old.
 
     A value starves if this share is at least MUCH_STALE, and at least twice the share of all other values together.
     """
@@ -891,15 +928,15 @@ def _shares_lost(counts: TagCounts) -> dict[str, float]:
 
 
 def _losses(table: _Table) -> Iterator[Finding]:
-    """Items that were evicted before anybody sampled them, and items that could not be forwarded."""
+    """Reports items that were evicted before anybody sampled them, and items that could not be forwarded."""
     counts = table.info
-    if table.copied is not None:  # the table holds copies for an archive, which draws each of them
+    if table.copies_of is not None:  # the table holds copies for an archive, which draws each of them
         if counts.evicted_unsampled or counts.age.max > UNREAD:
             yield found(
                 "not-archived",
                 table.name,
                 lost=counted(counts.evicted_unsampled, "item"),
-                table=table.copied,
+                table=table.copies_of,
                 share=counts.evicted_unsampled / max(1, counts.inserts),
                 waits=counted(counts.size, "item"),
                 age=duration(counts.age.max),

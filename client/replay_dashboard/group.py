@@ -1,6 +1,7 @@
-"""One group as a JSON document: its facts, and windows of its tokens with their text by a tokenizer.json.
+"""One group as a JSON document: its facts, and windows of its tokens. A tokenizer.json gives the text of the tokens.
 
-A window is a range of the tokens of one sequence or of the prompt, with the arrays that have a number for each token.
+A window is a range of the tokens of one sequence or of the prompt. It also has this range of each array that has a
+number for each token.
 """
 
 from __future__ import annotations
@@ -31,22 +32,28 @@ PROMPT_TOKENS = 2048
 """Tokens at the beginning of a prompt that are sent with the group, and that the overview shows."""
 HEAD = 512
 """Bytes of a payload that the page shows if the payload is not a group."""
+_PROMPT_ROW = -1
+"""The row for which `window` shows the prompt in place of a sequence."""
 _WARM_UP = 16
 """Tokens before a window that are decoded with it: the text of a token can depend on the tokens before it."""
 
 
 class TokenText:
-    """Decodes with one tokenizer. Without a tokenizer, `source` is empty and the page shows ids."""
+    """Decodes tokens with one tokenizer. Without a tokenizer, `source` is empty and the page shows ids."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path` is a folder with a tokenizer.json, or the file. Raises ValueError if it is neither."""
+        """`path` is a folder with a tokenizer.json, or the file itself. Raises the ValueError of `load`."""
         self.source = ""
+        """The path of the tokenizer; empty: there is no tokenizer."""
         self._tokenizer: Any = None
         if path is not None:
             self.load(path)
 
     def load(self, path: Path) -> None:
-        """Replaces the tokenizer by the one at `path`, a tokenizer.json or its folder. Raises ValueError."""
+        """Replaces the tokenizer by the one at `path`, a tokenizer.json or its folder.
+
+        Raises ValueError if there is no such file, or if the file is not a tokenizer.
+        """
         from tokenizers import Tokenizer
 
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -61,21 +68,27 @@ class TokenText:
         self.source = str(path)
 
     def find(self, weights: str) -> None:
-        """Loads the tokenizer of a published weights folder, if it has one and no tokenizer is loaded."""
-        if not self.source and weights and (Path(weights) / "tokenizer.json").is_file():
+        """Loads the tokenizer in the folder of published `weights`, unless a tokenizer is loaded or there is none.
+
+        `weights` is empty if no weights are published.
+        """
+        if self.source or not weights:
+            return
+        if (Path(weights) / "tokenizer.json").is_file():
             self.load(Path(weights))
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of all ids; empty without a tokenizer."""
+        """The text of these tokens; empty without a tokenizer."""
         if not self.source:
             return ""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def pieces(self, ids: Sequence[int], start: int, stop: int) -> list[str] | None:
-        """The text of each token from `start` to `stop`; None without a tokenizer.
+        """The text of each token from `start` to `stop` - 1, as a list of pieces; None without a tokenizer.
 
-        The pieces joined are the text. A token may end in the middle of a character. Its piece is then empty, and the
-        piece of the next token has the whole character. An id that the tokenizer does not have is shown as ⟨id⟩.
+        All pieces joined are the text of these tokens. If a token ends in the middle of a character, its piece is
+        empty, and the piece of the token that completes the character has the whole character. An id that the tokenizer
+        does not have is shown as ⟨id⟩.
         """
         if not self.source:
             return None
@@ -93,11 +106,10 @@ class TokenText:
         return pieces[start - first :]
 
 
-def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dict[str, Any]:
-    """The item as JSON, with its group: the first tokens of each sequence or, with `whole`, all tokens.
+def item_document(item: StoredItem, tokenizer: TokenText, whole: bool = False) -> dict[str, Any]:
+    """The item as JSON, with its group. The group has the first tokens of each sequence or, with `whole`, all tokens.
 
-    If the payload is not a group, `group` is None, and the document has lines about the payload instead: see
-    `_no_group`.
+    If the payload is not a group, `group` is None, and the document has the fields of `_no_group` too.
     """
     document = {
         "key": str(item.key),
@@ -114,15 +126,18 @@ def item_document(item: StoredItem, text: TokenText, whole: bool = False) -> dic
         group = item.group
     except ValueError as error:
         return document | _no_group(item, error)
-    document["group"] = _group_document(group, text, whole)
+    document["group"] = _group_document(group, tokenizer, whole)
     return document
 
 
 def _no_group(item: StoredItem, error: ValueError) -> dict[str, Any]:
-    """The fields of the document of a payload that is not a group: `problem`, what it is instead, and `head`, lines of
-    its first bytes or, for an item of a table of prompts, of its JSON."""
+    """The fields that describe a payload that is not a group.
+
+    * `problem`: what the payload is instead, or else `error`.
+    * `head`: lines of text. They show the JSON of an item of a table of prompts, or else the first bytes.
+    """
     stored = document_of(item.payload)
-    if stored is None:  # no item of a table of prompts either
+    if stored is None:  # the payload is no item of a table of prompts either
         return {"problem": str(error)[:500], "head": _dump(item.payload[:HEAD])}
     is_cursor = "cursor" in stored
     lines = json.dumps(stored, ensure_ascii=False, indent=1, default=str).splitlines()
@@ -132,11 +147,14 @@ def _no_group(item: StoredItem, error: ValueError) -> dict[str, Any]:
     }
 
 
-def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[str, Any]:
-    """The group as JSON: its facts, and the first tokens and turns of each sequence or, with `whole`, all of them."""
+def _group_document(group: RolloutGroup, tokenizer: TokenText, whole: bool) -> dict[str, Any]:
+    """The group as JSON: its facts, and the first tokens and turns of each sequence.
+
+    With `whole`, all tokens and turns of each sequence.
+    """
     turns_S = turns_of(group)
     meta = dict(group.meta)
-    # `first_tokens` and `most_turns` are bounds for each sequence.
+    # `first_tokens` and `most_turns` are bounds for each sequence. `most_turns` None: no bound.
     if whole:
         first_tokens = group.num_tokens
         prompt_tokens = group.prompt_ids.size
@@ -146,14 +164,14 @@ def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[s
         prompt_tokens = PROMPT_TOKENS
         most_turns = max(8, min(256, MOST_TURNS // group.num_sequences))
         if any(turn.role is not None for turns in turns_S for turn in turns):
-            # Each completion below has its turns with these roles. `meta` has the same turns, without a bound.
+            # Leave out the turns of `meta`. Each completion below has the same turns, and only `most_turns` of them.
             meta.pop("turns", None)
     completions = []
     for row, (facts, turns) in enumerate(zip(completion_facts(group), turns_S, strict=True)):
         completion = dict(facts)
         completion["turns"] = [turn.document() for turn in turns[:most_turns]]
         completion["turn_count"] = len(turns)
-        completion["window"] = window(group, row, 0, first_tokens, text, whole)
+        completion["window"] = window(group, row, 0, first_tokens, tokenizer, whole)
         completions.append(completion)
     return {
         "prompt_id": group.prompt_id,
@@ -163,28 +181,30 @@ def _group_document(group: RolloutGroup, text: TokenText, whole: bool) -> dict[s
         "meta": meta,
         "rewards": group.rewards,
         "extras": [_extra(group, name) for name in group.extras],
-        "masked": _masked(group),
+        "masked": _has_untrained_tokens(group),
         "per_token": list(per_token(group)),
-        "prompt": window(group, -1, 0, prompt_tokens, text, whole),
+        "prompt": window(group, _PROMPT_ROW, 0, prompt_tokens, tokenizer, whole),
         "completions": completions,
     }
 
 
-def answer_of(item: StoredItem, rollout: int, text: TokenText) -> dict[str, Any]:
+def answer_of(item: StoredItem, rollout: int, tokenizer: TokenText) -> dict[str, Any]:
     """One rollout of a group: its prompt, its reward, and the end of its last sequence as text.
 
-    Without a tokenizer, the text has the ids of the tokens.
+    Without a tokenizer, the text is the ids of the tokens, and the name of the prompt (`prompt_id`) stands for its
+    text.
     """
     group = item.group
-    row = np.flatnonzero(group.sequence_rollouts == rollout)[-1]  # the rollout's last sequence
+    rows = np.flatnonzero(group.sequence_rollouts == rollout)  # the sequences of the rollout
+    row = rows[-1]
     ids = group.completion_ids[group.sampled_spans()[row]].tolist()
     shown_ids = ids[-ANSWER_TOKENS:]
-    shown_text = text.text(shown_ids) or " ".join(map(str, shown_ids))
+    shown_text = tokenizer.text(shown_ids) or " ".join(map(str, shown_ids))
     if len(shown_ids) < len(ids):
         shown_text = f"… {shown_text}"
     return {
         "key": str(item.key),
-        "prompt": text.text(group.prompt_ids[:PROMPT_TOKENS].tolist()) or group.prompt_id,
+        "prompt": tokenizer.text(group.prompt_ids[:PROMPT_TOKENS].tolist()) or group.prompt_id,
         "reward": group.rewards[rollout],
         "tokens": len(ids),
         "text": shown_text,
@@ -192,7 +212,7 @@ def answer_of(item: StoredItem, rollout: int, text: TokenText) -> dict[str, Any]
 
 
 def _dump(head: bytes | memoryview) -> list[str]:
-    """Lines of 16 bytes each, as hexadecimal numbers and as characters."""
+    """Shows bytes as lines of text. Each line has 16 bytes as hexadecimal numbers, and as characters."""
     lines = []
     for start in range(0, len(head), 16):
         row = bytes(head[start : start + 16])
@@ -202,24 +222,26 @@ def _dump(head: bytes | memoryview) -> list[str]:
 
 
 def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
-    """The numbers of each of the S sequences: lengths, mean log-probability in nats, and reward, advantage and finish
-    reason of its rollout. Except for `context_tokens`, they are about the tokens after the context.
+    """The facts of each of the S sequences: numbers of tokens, mean log-probability in nats, and the reward, advantage
+    and finish reason of its rollout.
 
-    `index` is the index of the sequence in the group, and `part` its index in its rollout, which has `parts` sequences.
+    `index` is the index of the sequence in the group. `part` is its index in its rollout, and `parts` is the number of
+    sequences of this rollout. The numbers of tokens and the mean leave out the context, whose length is
+    `context_tokens`.
     """
     spans_S = group.sampled_spans()
-    contexts_S = group.prompt_lengths - group.prompt_ids.size  # tokens of context after the shared prompt
-    # Tokens that a tool wrote have no log-probabilities, and need none, since they are not trained on.
+    context_lengths_S = group.prompt_lengths - group.prompt_ids.size  # without the shared prompt
+    # Only trained tokens count as unknown. The tokens of a tool are not trained on, so they need no log-probability.
     unknown_T = np.isnan(group.rollout_logprobs) & group.trained_mask
     counts_G = [1] * group.group_size if group.sequence_counts is None else group.sequence_counts.tolist()
-    parts_S: list[tuple[int, int, int]] = []
+    parts_S: list[tuple[int, int, int]] = []  # the values of `rollout`, `part` and `parts`
     for rollout, parts in enumerate(counts_G):
         for part in range(parts):
             parts_S.append((rollout, part, parts))
     sequences = []
     for row, (span, (rollout, part, parts)) in enumerate(zip(spans_S, parts_S, strict=True)):
         logprobs = group.rollout_logprobs[span]
-        known = logprobs[~np.isnan(logprobs)]
+        known_logprobs = logprobs[~np.isnan(logprobs)]
         sequences.append(
             {
                 "index": row,
@@ -227,10 +249,10 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
                 "part": part,
                 "parts": parts,
                 "tokens": logprobs.size,
-                "context_tokens": contexts_S[row],
+                "context_tokens": context_lengths_S[row],
                 "reward": group.rewards[rollout],
                 "advantage": group.advantages[rollout],
-                "mean_logprob": known.mean(dtype=np.float64) if known.size else None,
+                "mean_logprob": known_logprobs.mean(dtype=np.float64) if known_logprobs.size else None,
                 "unknown_logprobs": int(unknown_T[span].sum()),
                 "masked_tokens": 0 if group.loss_mask is None else (~group.loss_mask[span]).sum(),
                 "finish_reason": str(group.finish_reasons[rollout])[:80] if group.finish_reasons else None,
@@ -240,7 +262,7 @@ def completion_facts(group: RolloutGroup) -> list[dict[str, Any]]:
 
 
 def _extra(group: RolloutGroup, name: str) -> dict[str, Any]:
-    """Dtype, shape, bytes, axis and first values of an extra array; of complex numbers, the real parts."""
+    """Describes an extra array: dtype, shape, bytes, axis and first values. Of complex values only the real parts."""
     array = group.extras[name]
     return {
         "name": name,
@@ -253,32 +275,33 @@ def _extra(group: RolloutGroup, name: str) -> dict[str, Any]:
 
 
 def window(
-    group: RolloutGroup, row: int, start: int, stop: int, text: TokenText, whole: bool = False
+    group: RolloutGroup, row: int, start: int, stop: int, tokenizer: TokenText, whole: bool = False
 ) -> dict[str, Any]:
-    """Tokens `start` to `stop` of a sequence with its context, or of the prompt (row -1): ids, text and arrays.
+    """The ids, text and arrays of the tokens `start` to `stop` - 1 of a sequence with its context.
 
-    `text` decodes tokens. In the result, "text" is a list with the text of each token of the window, or None without a
-    tokenizer. With `whole`, "text" is the text of the whole sequence, and the window may have more than MOST_TOKENS
-    tokens. Raises ValueError for a row that the group does not have.
+    `row` is the index of the sequence; -1: the tokens are those of the prompt. In the result, "text" is a list with the
+    text of each token of the window, or None without a tokenizer. With `whole`, "text" is one text, of all tokens of
+    the sequence, and the window may have more than MOST_TOKENS tokens. Raises ValueError for a row that the group does
+    not have.
     """
-    if not -1 <= row < group.num_sequences:
+    if not _PROMPT_ROW <= row < group.num_sequences:
         raise ValueError(f"completion {row}: this group has {group.num_sequences}")
-    shared = group.prompt_ids.size
+    prompt_length = group.prompt_ids.size
     arrays: dict[str, npt.NDArray[Any]] = {}
-    # An array of the axis "whole" begins with the tokens of the prompt. One of the axis "token" begins after them.
-    if row < 0:
+    # An array of the axis "whole" begins with the tokens of the prompt. An array of the axis "token" begins after them.
+    if row == _PROMPT_ROW:
         ids = group.prompt_ids.tolist()
         for name, array in per_token(group).items():
             if group.axes.get(name) == "whole":
-                arrays[name] = array[:shared]
+                arrays[name] = array[:prompt_length]
     else:
         span = group.sequence_spans()[row]
         ids = group.completion_ids[span].tolist()
         arrays["logprob"] = group.rollout_logprobs[span]
-        if _masked(group):
+        if _has_untrained_tokens(group):
             arrays["mask"] = group.trained_mask[span]
         for name, array in per_token(group).items():
-            offset = shared if group.axes.get(name) == "whole" else 0
+            offset = prompt_length if group.axes.get(name) == "whole" else 0
             arrays[name] = array[offset + span.start : offset + span.stop]
     start = max(0, start)
     stop = min(stop, len(ids))
@@ -287,15 +310,16 @@ def window(
     return {
         "total": len(ids),
         "ids": ids[start:stop],
-        "text": text.text(ids) if whole else text.pieces(ids, start, stop),
+        "text": tokenizer.text(ids) if whole else tokenizer.pieces(ids, start, stop),
         "arrays": {name: _numbers(array[start:stop]) for name, array in arrays.items()},
     }
 
 
 def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
-    """The arrays with one number for each token, by name: extra arrays of such an axis, and the token advantages.
+    """The arrays with one real number for each token, by name. These are the extra arrays with the axis "token" or
+    "whole", and the token advantages.
 
-    Arrays with several numbers for each token, or with complex numbers, are left out.
+    Extra arrays with several numbers for each token, or with complex numbers, are left out.
     """
     arrays = {}
     for name, axis in group.axes.items():
@@ -311,10 +335,10 @@ def per_token(group: RolloutGroup) -> dict[str, npt.NDArray[Any]]:
 
 
 def _numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same values in a dtype that `tolist` turns into Python's numbers."""
+    """The same values, as float32 if they are bfloat16, because `tolist` of bfloat16 does not give Python's numbers."""
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
-def _masked(group: RolloutGroup) -> bool:
-    """True if a trainer may leave tokens of the group out of the loss: the group has a loss mask or contexts."""
+def _has_untrained_tokens(group: RolloutGroup) -> bool:
+    """True if the group has a loss mask or contexts, so that a trainer may leave some of its tokens out of the loss."""
     return group.loss_mask is not None or group.context_lengths is not None

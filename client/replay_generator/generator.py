@@ -47,21 +47,23 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MOST_SKIPPED = 100
-"""The number of skipped groups in a row after which the run ends: the cause is then not a single prompt."""
+"""The run ends after this many skipped groups in a row, because the cause is then not a single prompt."""
 
 
 class RolloutGenerator:
-    """Keeps tables supplied with groups of the newest policy, until its prompts run out, `stop`, or an error.
+    """Keeps tables supplied with groups of the newest policy, until its prompts run out, `stop` is called, or an error
+    ends the run.
 
-    `run` raises the error that ends it: a server that stays away longer than the client's timeout, an engine that
-    died, a prompt or reward that does not work (unless they are skipped), or weights that do not match. Other trouble
-    passes by itself: a full table, a missing permit, a late group, a busy server, failing storage, and a restart of the
-    server. The generator waits until such trouble is over, and counts it.
+    `run` raises the error that ends it. Such an error is a server that stays away longer than the client's timeout, an
+    engine that died, a prompt or reward that does not work (unless the config says to skip prompts), or weights that do
+    not match. Other trouble passes by itself: a full table, a missing permit, a late group, a busy server, failing
+    storage, and a restart of the server. The generator waits until such trouble is over, and counts it.
 
     If the server has [admission], the generator acquires a permit before it makes a group. The insert uses the permit
-    up. If the group is not inserted, the generator releases the permit. The server takes a permit back after its time
-    to live. A group that took longer than this is still inserted, and the server counts it as accepted. But then the
-    server may have given the permit to another generator, so that more groups are under way than [admission] allows.
+    up. If the group is not inserted, the generator releases the permit. The server takes a permit back when the
+    permit's time to live has passed. A group that took longer than that is still inserted, and the server counts it as
+    accepted. But the server may have given the permit to another generator by then, so that more groups are under way
+    than [admission] allows.
     """
 
     def __init__(
@@ -107,24 +109,26 @@ class RolloutGenerator:
             self._server.watches = [*self._server.watches, rollout]
         self._partial_groups = self._server.partial_groups
         self._prompts = prompt_queue_of(client, self._server.answer, prompts, self.config, stats)
-        self._slots = asyncio.Semaphore(self.config.max_concurrent_groups or sys.maxsize)  # None: no limit here
+        most_groups = self.config.max_concurrent_groups or sys.maxsize  # None: only permits limit the number of groups
+        self._slots = asyncio.Semaphore(most_groups)
         self._tasks: set[asyncio.Task[Any]] = set()
         """All tasks of `_spawn` that have not ended."""
         self._groups: set[asyncio.Task[None]] = set()
         """The tasks that make a group, which are in `_tasks` as well."""
-        self._keys = KeySequence()  # of finished groups
+        self._keys = KeySequence()
+        """Makes the keys of the items of finished groups."""
         self._again: deque[PartialGroup] = deque()
         """Groups that are opened before new prompts are drawn. They were given up once, or could not be opened yet."""
-        self._permits: list[asyncio.Task[PermitGrant]] = []
-        """Requests for permits that no group waits for any more. The next group that needs a permit uses one of these
-        requests."""
+        self._permit_requests: list[asyncio.Task[PermitGrant]] = []
+        """Requests for permits whose results no group waits for any more. The next group that needs a permit uses one
+        of these requests."""
         self._unfit: list[tuple[Sample, PromptError]] = []
-        """Prompts of a table that do not fit the engine, each with the reason. They are rejected once another prompt
-        fits."""
+        """Prompts of a table that do not fit the engine, each with the reason. They are removed from the table once
+        another prompt fits."""
         self._drawing = asyncio.Lock()
         """Held while a prompt is drawn: several tasks start groups (`_start_groups`), and take turns at the queue."""
         self._started = 0
-        """The number of prompts for which a group was made."""
+        """The number of prompts for which a group was begun."""
         self._ended = asyncio.Event()
         """Set by `stop`, and by a failure."""
         self._failure: BaseException | None = None
@@ -137,7 +141,7 @@ class RolloutGenerator:
         return self._metrics.stats.copy()
 
     async def run(self) -> None:
-        """Generates until the prompts run out, `stop` is called or something fails; then closes the engine.
+        """Generates until the prompts run out, `stop` is called or something fails. Then closes the engine.
 
         A rollout hook that is a context manager is entered before the run, and left after it (`held`). During the run,
         `LoopWatch` logs user code that blocks the event loop.
@@ -158,7 +162,7 @@ class RolloutGenerator:
     async def _run(self) -> None:
         """Works until all groups have ended, something fails, or `stop` is called. Then ends all tasks.
 
-        Also releases the permits, requeues what is not finished, and writes the last metrics.
+        After that, releases the permits, requeues unfinished groups and prompts, and writes the last metrics.
         """
         work = self._spawn(self._work())
         ended = asyncio.create_task(self._ended.wait())
@@ -167,7 +171,7 @@ class RolloutGenerator:
             await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
             is_stopped = not work.done() and self._failure is None
             if is_stopped:
-                work.cancel()  # starts no more groups; those under way are tasks of their own
+                work.cancel()  # no more groups start. Those under way go on, because they are tasks of their own
                 if self._groups:
                     await asyncio.wait(self._groups, timeout=self.config.stop_grace)
         finally:
@@ -231,88 +235,93 @@ class RolloutGenerator:
         stats["engines_away"] = getattr(self._engine, "engines_away", 0)
 
     async def _start_groups(self) -> None:
-        """Starts a group for each prompt in turn, when there is room and a permit. Returns when all have ended."""
-        admission = await self._server.begin()  # True: groups need permits
-        if self.config.max_concurrent_groups is None and not admission:
+        """Starts groups until no prompt is left. Returns when all groups have ended.
+
+        A group starts when there is room for it (`max_concurrent_groups`) and, if groups need permits, a permit.
+        """
+        needs_permits = await self._server.begin()
+        if self.config.max_concurrent_groups is None and not needs_permits:
             raise ReplayError(
                 f"max_concurrent_groups = None needs [admission] for {', '.join(self.config.tables)}: set one of them"
             )
         await self._prompts.begin()
-        # If groups are stored, `starts` tasks do this at the same time: to open and draw a group, a task waits for two
-        # answers of the server.
-        await asyncio.gather(*(self._start_in_turn(admission) for _ in range(self._partial_groups.starts)))
+        # If groups are stored, several tasks start groups at the same time. For each group, such a task waits for two
+        # answers of the server: when it opens a group, and when it draws one.
+        num_tasks = self._partial_groups.starts
+        await asyncio.gather(*(self._start_in_turn(needs_permits) for _ in range(num_tasks)))
 
-    async def _start_in_turn(self, admission: bool) -> None:
-        """Starts groups one after another, each in a task of its own, until there are no more.
-
-        `admission`: True if groups need permits.
-        """
+    async def _start_in_turn(self, needs_permits: bool) -> None:
+        """Starts groups one after another, each in a task of its own, until there are no more."""
         while True:
             await self._slots.acquire()
             times = GroupTimes()
-            group = await self._next(admission, times)
+            group = await self._next(needs_permits, times)
             if group is None:
                 self._slots.release()
                 return
-            # A partial makes the coroutine when the task starts. If the task is cancelled before it starts, a coroutine
-            # made here would never be awaited, of which Python warns.
-            work = partial(self._make_group, group, times)
-            task = self._spawn(tracing.in_span("replay.generate", work, prompt_id=group.spec.prompt.prompt_id))
+            # `make_group` makes the coroutine only when the task starts. If a task is cancelled before it starts, a
+            # coroutine that was made here would never be awaited, and Python would warn of that.
+            make_group = partial(self._make_group, group, times)
+            prompt_id = group.spec.prompt.prompt_id
+            task = self._spawn(tracing.in_span("replay.generate", make_group, prompt_id=prompt_id))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
             task.add_done_callback(lambda _: self._slots.release())
 
-    async def _next(self, admission: bool, times: GroupTimes) -> PartialGroup | None:
+    async def _next(self, needs_permits: bool, times: GroupTimes) -> PartialGroup | None:
         """The next group to work at. Opens groups until one can be worked at.
 
-        None: no prompt is left, all groups of this generator have ended, and other generators have left none.
+        None: no prompt is left, all groups of this generator have ended, and other generators have left none. `times`
+        gets the seconds of the wait for permits.
 
         A group that this method opens is not returned at once. In the next turn of the loop, `_partial_groups.next`
         returns the oldest group that nobody works at: this one or, if groups are stored, perhaps one that another
         generator has opened.
         """
-        opened = False  # True: the last turn of the loop has opened a group, so `next` looks for one at once (`surely`)
+        has_opened = False  # True: the last turn of the loop has opened a group
         while True:
-            if not self._is_through:  # otherwise this method opens no group that could be too old on arrival
+            # Open no group that would be too old on arrival. If `_is_through`, no group is opened, so do not wait.
+            if not self._is_through:
                 await self._policy.hold()
-            group = await self._partial_groups.next(surely=opened)
+            group = await self._partial_groups.next(surely=has_opened)
             if group is not None:
                 return group
             async with self._drawing:
-                drawn = await self._draw()
-            if drawn is None:
+                unopened = await self._draw()
+            if unopened is None:
                 if self._is_through:  # before the end, continue the groups that generators left when they died
                     return await self._partial_groups.next(surely=True)
-                continue  # a later prompt may be drawn: `_draw` has waited for one, or has left one out
-            permit: PermitGrant | PartialGroup | None = None
+                continue  # `_draw` has waited, or has left a prompt out. Now there may be another prompt
+            permit_or_group: PermitGrant | PartialGroup | None = None  # None: groups need no permit
             asked_at = time.monotonic()
-            if admission:
-                permit = await self._permit_or_group()
+            if needs_permits:
+                permit_or_group = await self._permit_or_group()
             times.permit += time.monotonic() - asked_at
-            if isinstance(permit, PartialGroup):
-                # The group of another generator goes first, and the drawn one is opened later.
-                self._again.appendleft(drawn)
-                return permit
-            opened = await self._open(drawn, permit)
+            if isinstance(permit_or_group, PartialGroup):
+                # The group of another generator goes first, and the unopened one is opened later.
+                self._again.appendleft(unopened)
+                return permit_or_group
+            has_opened = await self._open(unopened, permit_or_group)
 
     async def _permit_or_group(self) -> PermitGrant | PartialGroup:
-        """Waits for a permit, or for a partial group of a generator that died: that group may hold the last permit.
+        """Waits for a permit, or for a partial group that another generator has left, whichever comes first.
 
-        If the partial group comes first, the request for a permit goes on, and the next call uses it.
+        The wait is not for a permit alone, because the group of a generator that died may hold the last permit. If such
+        a group comes first, the request for a permit goes on, and a later call uses it.
         """
-        if self._permits:
-            permit = self._permits.pop()
+        if self._permit_requests:
+            request = self._permit_requests.pop()
         else:
-            permit = self._spawn(self._server.acquire())
-        while not permit.done():
-            await asyncio.wait({permit}, timeout=SECONDS_PER_LOOK)
-            if permit.done():
+            request = self._spawn(self._server.acquire())
+        while not request.done():
+            await asyncio.wait({request}, timeout=SECONDS_PER_LOOK)
+            if request.done():
                 break
             group = await self._partial_groups.next()
             if group is not None:
-                self._permits.append(permit)
+                self._permit_requests.append(request)
                 return group
-        return permit.result()
+        return request.result()
 
     async def _open(self, group: PartialGroup, permit: PermitGrant | None) -> bool:
         """Opens a group, with its permit if it needs one. Returns True if the group was opened."""
@@ -324,17 +333,17 @@ class RolloutGenerator:
                 await self._server.release(permit)
             if isinstance(error, PromptError):
                 self._skip(error)  # raises the error if it has to end the run
-                await self._prompts.finished(group.drawn, None, inserted=False)
+                await self._prompts.finished(group.drawn, rewards=None, inserted=False)
             elif isinstance(error, StaleItemError):
                 self._metrics.stats["groups_refused_stale"] += 1
                 await self._server.refused_as_old(error)
-                self._again.appendleft(group)  # it is opened again with newer weights
+                self._again.appendleft(group)  # the next attempt to open it waits for newer weights (`hold`)
             else:  # the lease of the prompt has ended, or the table is full (LeftOut)
                 if isinstance(error, LeaseEndedError):
                     self._metrics.stats["prompts_lost"] += 1
                 await self._prompts.requeued(group.drawn)
             return False
-        if self._partial_groups.stores:  # the item of the group has replaced the prompt, and holds the permit
+        if self._partial_groups.stores:  # the stored item of the group has replaced the prompt, and holds the permit
             self._prompts.opened(group.drawn)
             if permit is not None:
                 self._server.used(permit)
@@ -347,7 +356,7 @@ class RolloutGenerator:
 
     @property
     def _has_no_prompts(self) -> bool:
-        """True if no more prompts are drawn."""
+        """True if no more prompts are drawn, because the prompts have ended, or because `max_groups` is reached."""
         return self._prompts.ended or self._started == self.config.max_groups
 
     async def _draw(self) -> PartialGroup | None:
@@ -359,11 +368,11 @@ class RolloutGenerator:
             return self._again.popleft()
         if self._has_no_prompts:
             if self._groups:
-                # Waits until a group ends. If that group was given up, it may be made again, and is in `_again` then.
+                # Wait until a group ends. If that group was given up, it may be in `_again` then, to be made again.
                 await asyncio.wait(self._groups, return_when=asyncio.FIRST_COMPLETED)
             return None
-        # If a group was started, some prompt fits this engine. The unfit prompts are then to blame, and not the
-        # settings of this generator, so they are removed from their table.
+        # If a group was started, some prompt fits this engine. Then the unfit prompts themselves are to blame, and not
+        # the settings of this generator, so remove these prompts from their table.
         while self._unfit and self._started:
             sample, reason = self._unfit.pop()
             await self._prompts.reject(sample, reason)
@@ -373,7 +382,7 @@ class RolloutGenerator:
             self._skip(error)
             return None
         if drawn is None:
-            if self._unfit:  # no prompt has fitted so far, and the table returns no other one now
+            if self._unfit:  # no prompt has fitted so far, and the table returns no further prompt now
                 _, reason = self._unfit[0]
                 raise reason
             return None
@@ -391,7 +400,7 @@ class RolloutGenerator:
                 self._unfit.append((drawn.closes[0], error))
             else:
                 self._skip(error)  # this may raise the error
-                await self._prompts.finished(drawn, None, inserted=False)
+                await self._prompts.finished(drawn, rewards=None, inserted=False)
             return None
         number = self._started
         self._started += 1
@@ -409,13 +418,13 @@ class RolloutGenerator:
 
     async def _make_group(self, work: PartialGroup, times: GroupTimes) -> None:
         """Makes and inserts one group, and reports the outcome of its prompt. `times` gets the seconds of each step."""
-        acquired = time.monotonic()
+        began = time.monotonic()
         try:
             async with self._partial_groups.work(work):
                 group, by_function = await self._maker.make(work, times)
                 group.meta |= tracing.carrier()  # the trace context, for the trainer's spans
                 if work.permit is not None:
-                    self._check_permit(work.permit, time.monotonic() - acquired)
+                    self._check_permit(work.permit, time.monotonic() - began)
                 # After a rollback of the trainer, the newest version may be lower than that of the group.
                 staleness = max(0, self._policy.newest_version - group.policy_version)
                 insert_began = time.monotonic()
@@ -444,7 +453,8 @@ class RolloutGenerator:
             rewards = group.rewards if by_function else None  # without functions, the group is scored elsewhere
             await self._prompts.finished(work.drawn, rewards, inserted=True)
             self._metrics.count_inserted(group, by_function, staleness, times)
-        # Tells the hooks of rollouts that no group has them. An insert has settled its rollouts: nothing happens then.
+        # Tell the hooks of the rollouts that no group will have these rollouts. After an insert this call does nothing,
+        # because the insert has settled the rollouts.
         work.settle("the generator has given up the group of the rollout")
         beat()  # for health checks, the end of a group is progress
         if self._on_group is not None:
@@ -455,8 +465,8 @@ class RolloutGenerator:
 
         A prompt that is to blame is finished. Any other prompt is requeued, with one exception: if its group was given
         up as too old, this generator makes the group again. It does so only once, because a group that always takes too
-        long would never end. It does not do so if a stored partial group has replaced a prompt of a table: the prompt
-        then returns to its table, for any generator.
+        long would otherwise never end. It does not do so if a stored partial group has replaced a prompt of a table.
+        Then the prompt returns to its table, for any generator.
         """
         spec = work.spec
         is_old = isinstance(error, TooOldToFinish)
@@ -529,7 +539,7 @@ def run_generator(
     """
 
     def make(client: AsyncReplayClient) -> RolloutGenerator:
-        """Makes the generator, with the client of `connect`. `run_worker` calls this function on the event loop."""
+        """Makes the generator. `run_worker` calls this function on the event loop, with the client of `connect`."""
         return RolloutGenerator(
             client,
             engine,

@@ -40,7 +40,7 @@ class ClientRole(StrEnum):
     TRAINER = "trainer"
     """The client samples, or publishes policy versions."""
     TEACHER = "teacher"
-    """The client extends items with later columns."""
+    """The client appends columns to items that are on the server."""
     ARCHIVER = "archiver"
     """The client draws from copies (`copy_to`)."""
     SCORER = "scorer"
@@ -81,7 +81,8 @@ class Client:
         return self.calls[self.connection] > 0
 
     def vanished(self, since: float, seconds: float) -> bool:
-        """True if the client has had no open call since the time `since`, and before had one for at least `seconds`."""
+        """True if the client has had no open call since the time `since`, but before that had open calls without a
+        break for at least `seconds`."""
         return not self.calls and self.left <= since and self.left - self.began >= seconds
 
 
@@ -97,7 +98,7 @@ class Clients:
         self._by_name: OrderedDict[str, Client] = OrderedDict()
         """The clients, in the order in which they were last seen: the client seen last is the last entry."""
         self.prompt_tables: set[str] = set()
-        """The tables from which generators draw their prompts, as they say."""
+        """The tables from which generators draw their prompts, as the generators' settings say."""
 
     def __iter__(self) -> Iterator[Client]:
         """The clients. The client that was seen last comes first."""
@@ -116,7 +117,7 @@ class Clients:
             return
         connection = context.peer()
         client = self._record_sign_of_life(name, connection, role)
-        if not client.taken:  # otherwise the name stays with its connection
+        if not client.taken:  # if it is taken, the name stays with its connection
             client.connection = connection
         if not client.calls:
             client.began = self._clock()
@@ -126,12 +127,14 @@ class Clients:
             yield partial(self._record_sign_of_life, name, connection)
         finally:
             assert client.calls[connection] > 0, (client.name, connection)
-            client.calls -= Counter([connection])  # also removes an entry of 0, so that `calls` is empty without calls
+            # This also removes the entry of a connection without open calls, so `calls` is empty if no call is open.
+            client.calls -= Counter([connection])
             client.left = self._clock()
-            self._touch(client)  # a client that waits sends nothing, so it is last seen at the end of its call
+            # A client that waits in a call sends nothing, so the end of the call is the time at which it is last seen.
+            self._touch(client)
 
     def describe(self, context: Context, settings: dict[str, str]) -> None:
-        """Replaces the settings of a client by `settings`, and notes the role that the settings tell.
+        """Replaces the settings of a client by `settings`, and notes the role that the settings show.
 
         Raises Refused if the settings are too long, or if the client's name belongs to another connection that has an
         open call. Does nothing for a client without a name.
@@ -143,45 +146,48 @@ class Clients:
         if len(text) > MAX_DESCRIPTION:
             raise invalid(f"settings of {len(text)} bytes, as JSON: at most {MAX_DESCRIPTION}; say less")
         connection = context.peer()
-        before = self._by_name.get(name)
-        if before is not None and before.taken and before.connection != connection:
+        known_client = self._by_name.get(name)
+        if known_client is not None and known_client.taken and known_client.connection != connection:
             raise invalid(f"{name!r} is the name of another connection, which is open: give this client another name")
-        client = self._record_sign_of_life(name, connection, None)
+        client = self._record_sign_of_life(name, connection, role=None)
         client.settings = text
         self._forget_old_settings()
         # The values of settings are JSON, so quotes are stripped from strings.
         prompts_table = settings.get("prompts_table")
         if prompts_table:
             self.prompt_tables.add(prompts_table.strip('"'))
-            # The client draws prompts, so it is a generator. If it did so before this call, it was taken for a trainer.
+            # The client draws prompts, so it is a generator. If it has drawn any before this call, it was taken for a
+            # trainer.
             client.roles.discard(ClientRole.TRAINER)
         part = settings.get("part", "").strip('"')
         if part in (ClientRole.TRAINER, ClientRole.GENERATOR):
-            # Noted now, because the client may load its model for minutes before its calls show the role.
+            # Note the role now, because the client may load its model for minutes before its calls show the role.
             client.roles.add(ClientRole(part))
-        elif part in _PASSING:  # drops the roles that its calls have shown so far
+        elif part in _PASSING:  # such a client has no other role, so drop the roles that its calls have shown so far
             client.roles = {ClientRole(part)}
 
     def _forget_old_settings(self) -> None:
-        """Forgets the settings of the clients seen longest ago, so that all have at most MAX_DESCRIPTIONS bytes."""
-        left = MAX_DESCRIPTIONS
-        for client in self:
-            left -= len(client.settings)
-            if left < 0:  # also for all clients after this one
+        """Forgets the settings of the clients seen longest ago, so that all settings together have at most
+        MAX_DESCRIPTIONS bytes."""
+        bytes_left = MAX_DESCRIPTIONS
+        for client in self:  # the client seen last comes first
+            bytes_left -= len(client.settings)
+            if bytes_left < 0:  # then it also is for all clients after this one
                 client.settings = "{}"
 
     def leave(self, context: Context) -> None:
-        """Notes that the client ends. This has no effect if the client's name belongs to another connection."""
+        """Notes that the client ends. Does nothing if the client's name belongs to another connection."""
         client = self._by_name.get(name_of(context))
         if client is not None and client.connection == context.peer():
             client.ended = True
             client.last_seen_at = self._clock()
 
     def missed(self, role: ClientRole) -> Sequence[Client]:
-        """The clients of a role that have not said that they end, the one seen last first. They are expected to go on.
+        """The clients of a role that are expected to go on, because they have not said that they end.
 
-        Empty if the client of this role that was seen last has said that it ends. Otherwise a client that was killed
-        long ago would still be expected, although its successor has ended.
+        The client seen last comes first. The result is empty if the client of this role that was seen last has said
+        that it ends. Otherwise a client that was killed long ago would still be expected, although its successor has
+        ended.
         """
         clients = [client for client in self if role in client.roles]
         if clients and clients[0].ended:
@@ -189,7 +195,10 @@ class Clients:
         return [client for client in clients if not client.ended]
 
     def _record_sign_of_life(self, name: str, connection: str, role: ClientRole | None) -> Client:
-        """Notes that the client was seen, in a role if that is known. A new name becomes a new client."""
+        """Notes that the client of this name was seen, and its role if `role` is not None. Returns the client.
+
+        If the name is new, adds a client for it.
+        """
         client = self._by_name.get(name)
         if client is None:
             client = Client(name, connection)
@@ -199,14 +208,15 @@ class Clients:
             assert len(self._by_name) <= MAX_CLIENTS, len(self._by_name)
         self._touch(client)
         client.ended = False
-        if role is not None and client.roles.isdisjoint(_PASSING):
+        may_have_more_roles = client.roles.isdisjoint(_PASSING)
+        if role is not None and may_have_more_roles:
             client.roles.add(role)
         return client
 
     def _touch(self, client: Client) -> None:
         """Makes a client the one that was seen last."""
         client.last_seen_at = self._clock()
-        if client.name in self._by_name:  # not if more than MAX_CLIENTS newer names have replaced it
+        if client.name in self._by_name:  # False if the name was forgotten, because MAX_CLIENTS others were seen since
             self._by_name.move_to_end(client.name)
 
 
@@ -218,8 +228,9 @@ def name_of(context: Context) -> str:
     """The name of the client that calls; "" if it has none."""
     for key, value in context.invocation_metadata() or ():
         if key == "user-agent" and isinstance(value, str) and value.startswith(_PREFIX):
-            # Only the characters that may be the name are searched for its end: a user agent may be very long.
-            start = value[len(_PREFIX) : len(_PREFIX) + MAX_NAME + 1]
-            name, _, _ = start.partition(" ")
+            # The name ends at the first space. Search only as many characters as a name may have, because a user agent
+            # may be very long.
+            beginning = value[len(_PREFIX) : len(_PREFIX) + MAX_NAME + 1]
+            name, _, _ = beginning.partition(" ")
             return name[:MAX_NAME]
     return ""

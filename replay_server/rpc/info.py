@@ -1,7 +1,7 @@
 """Info: the state of the buffer, of its tables and of checkpoints, as the protobuf messages that clients get.
 
-It also decides which role of a run is overdue: trainer or generators. All programs that look at a server use this rule.
-A role is overdue in two cases:
+It also decides whether the trainer or the generators of a run are overdue, so that all programs that look at a server
+use the same rule. A role is overdue in two cases:
 
 * It has done nothing for PATIENCE (three) usual intervals, and for LONG_WAIT at least.
 * Its clients were connected for LONG_WAIT, and then none of them was connected for LONG_WAIT. Without this case, a role
@@ -10,7 +10,7 @@ A role is overdue in two cases:
 A role is not overdue if
 
 * none of its usual intervals is known yet, and none of its clients was connected for LONG_WAIT,
-* one of its requests waits here, so that the role is still connected,
+* one of its requests waits here, because then the role is still connected,
 * or every client of the role has said that it ends (Leave).
 
 The trainer's usual interval is the time between policy versions or, if it publishes none, between its samples. The
@@ -93,15 +93,15 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
     now = buffer.clock()
     lines = buffer.lines[table.name]
     columns = table.columns
-    slots = columns.occupied()  # of the items that are in the table; retained rows have slots of their own
+    slots = columns.occupied()  # the slots of the items that are in the table; retained rows are not among them
     retained = np.array(list(columns.retained.values()), dtype=np.int64)  # the slots of the retained rows
     staleness = buffer.policy.version - columns.policy_version[slots]
     np.maximum(staleness, 0, out=staleness)  # after a rollback, items may be newer than the current version
     limiter = table.limiter
     flow = table.flow.measured()
     if table.name in buffer.items.copies:
-        # The reader of copies waits for the next item most of the time. This wait is reported without reason and
-        # seconds, because it is no problem.
+        # The reader of copies waits for the next item most of the time. This wait is no problem, so it is reported
+        # without a reason and without its seconds.
         sampling = pb.Waiting(count=len(lines.samples))
     else:
         sampling = _waiting(lines.samples, buffer.why_waiting)
@@ -144,7 +144,7 @@ def table_info(buffer: ReplayBuffer, table: Table) -> pb.TableInfo:
 
 
 def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
-    """The waits in a line. `why_waiting` returns the reason why its first request waits."""
+    """The message about the requests that wait in a line. `why_waiting` returns the reason why a request waits."""
     reason = ""
     if line.awaited and line.head is not None:
         reason = why_waiting(line.head)
@@ -152,7 +152,10 @@ def _waiting(line: Line[Any], why_waiting: Callable[[Any], str]) -> pb.Waiting:
 
 
 def _arrival_times(buffer: ReplayBuffer, activity: Meter, now: float) -> pb.ArrivalTimes:
-    """The age of the last insert or sample, and the usual interval; `activity` is the meter of one of them."""
+    """The seconds since the last insert into a table, and the usual seconds between inserts; or both for samples.
+
+    `activity` is the meter of the inserts, or that of the samples.
+    """
     return pb.ArrivalTimes(
         age=max(0.0, now - activity.last),
         interval=_usual_interval(buffer, activity),
@@ -162,9 +165,9 @@ def _arrival_times(buffer: ReplayBuffer, activity: Meter, now: float) -> pb.Arri
 def _usual_interval(buffer: ReplayBuffer, activity: Meter) -> float:
     """The usual seconds between two bursts of inserts or samples; 0: unknown.
 
-    The usual seconds of a policy version tell which pauses are between two bursts.
+    The usual seconds between two policy versions help to tell the pauses between bursts from those within a burst.
     """
-    return activity.arrivals.interval(buffer.versions.interval)
+    return activity.arrivals.interval(step=buffer.versions.interval)
 
 
 def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
@@ -184,9 +187,10 @@ def clients(buffer: ReplayBuffer, known: Clients) -> list[pb.ClientInfo]:
 
 
 def effective_priorities(table: Table, slots: IntArray) -> FloatArray:
-    """The weight of each of `slots` (n,) in the sampler: priority ** exponent * 2 ** (-staleness / half_life).
+    """The weight (n,) that the sampler gives to the item in each of `slots` (n,).
 
-    The weight is 0 if the priority is 0. Without a half_life, the second factor is 1.
+    The weight is priority ** exponent * 2 ** (-staleness / half_life). If the priority is 0, the weight is 0. Without a
+    half_life, the second factor is 1.
     """
     columns = table.columns
     sampler = table.config.sampler
@@ -245,38 +249,44 @@ def checkpoint(listed: Checkpoint) -> pb.CheckpointInfo:
 LONG_WAIT = 20.0
 """Seconds. No shorter wait or silence is reported."""
 FIRST_STEPS = 120.0
-"""Seconds after which a wait is long, as long as no usual interval is known and both roles are expected to go on."""
+"""Seconds after which a wait is long, while no usual interval is known and both roles are expected to go on."""
 PATIENCE = 3.0
 """The number of usual intervals after which a wait or silence is long."""
 _MOST_NAMES = 3
-"""Names of clients in one reason."""
+"""The most names of clients in one reason."""
 
 
 def long_wait(buffer: ReplayBuffer, clients: Clients) -> float:
-    """The number of seconds from which on a wait is long."""
+    """The number of seconds after which a wait counts as long."""
     step = _usual_step(buffer)
     if step:
         return _longest_silence(step)
-    # Both roles are expected, and none has a usual interval yet: their first steps may take long.
+    # No usual interval is known yet. If both roles are expected to go on, their first steps may take long.
     if clients.missed(ClientRole.TRAINER) and clients.missed(ClientRole.GENERATOR):
         return FIRST_STEPS
     return LONG_WAIT
 
 
 def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.OverdueClient]:
-    """Yields an entry if the trainer is overdue, and one for each table that overdue generators should fill."""
-    # Tables of prompts say nothing about either role: generators insert and draw many prompts at once, and then none
-    # for long. `trained` are all tables except copies.
+    """Yields an entry if the trainer is overdue, and then the entries of overdue generators.
+
+    Generators have one entry for each table that they should fill, or a single entry if they are gone.
+    """
+    # Tables of prompts say nothing about either role, because generators insert and draw many prompts at once, and then
+    # none for long. `trained` are all tables except copies.
     tables = [table for table in buffer.trained if table.name not in clients.prompt_tables]
     now = buffer.clock()
     lines = [buffer.lines[table.name] for table in tables]
 
-    # A role whose request waits here is connected, and is not overdue.
+    # A role whose request waits here is connected, and is not overdue. Any other role is overdue if it has done nothing
+    # for PATIENCE usual intervals (`_overdue_...`), or if it was connected and is gone (`_vanished`).
     trainers = clients.missed(ClientRole.TRAINER)
     if trainers and not _any_waits(table_lines.samples for table_lines in lines):
-        # By its usual interval or, if that is not exceeded or not known, because it was connected and is gone.
         overdue = list(_overdue_trainer(buffer, tables, now, trainers))
-        yield from overdue or _vanished(ClientRole.TRAINER, now, trainers)
+        if overdue:
+            yield from overdue
+        else:
+            yield from _vanished(ClientRole.TRAINER, now, trainers)
 
     # Generators wait to insert, or in the line of an extension, such as the line for permits.
     lines_of_generators: list[Line[Any]] = [table_lines.inserts for table_lines in lines]
@@ -285,44 +295,55 @@ def overdue_clients(buffer: ReplayBuffer, clients: Clients) -> Iterator[pb.Overd
     generators = clients.missed(ClientRole.GENERATOR)
     if generators and not _any_waits(lines_of_generators):
         overdue = list(_overdue_generators(buffer, tables, now, generators))
-        yield from overdue or _vanished(ClientRole.GENERATOR, now, generators)
+        if overdue:
+            yield from overdue
+        else:
+            yield from _vanished(ClientRole.GENERATOR, now, generators)
 
 
 def _overdue_trainer(
     buffer: ReplayBuffer, tables: Sequence[Table], now: float, trainers: Sequence[Client]
 ) -> Iterator[pb.OverdueClient]:
-    """Yields an entry if the trainer has published no version for long or, if it publishes none, has not sampled."""
+    """Yields an entry if the trainer has published no policy version for long.
+
+    If the trainer publishes no versions at all, yields an entry if nobody has sampled for long.
+    """
     policy = buffer.policy
     usual = buffer.versions.interval
     if usual:
         age = now - policy.set_at
         if age > _longest_silence(usual):
             problem = f"no new policy version since version {policy.version}, for {_seconds(age)}"
-            yield _overdue(ClientRole.TRAINER, "", age, usual, problem, now, trainers)
+            yield _overdue(
+                ClientRole.TRAINER, table="", age=age, usual=usual, problem=problem, now=now, clients=trainers
+            )
         return  # samples count only for a trainer that publishes no versions
-    # Generators, and not the trainer, sample partial groups.
+    # Permit tables do not count, because generators, and not the trainer, sample the partial groups in them.
     permit_tables = _permit_tables(buffer)
-    sampled = [table for table in tables if _usual_interval(buffer, table.sampled) and table.name not in permit_tables]
-    if not sampled:  # nothing tells how often the trainer usually does something
+    sampled_tables = [
+        table for table in tables if _usual_interval(buffer, table.sampled) and table.name not in permit_tables
+    ]
+    if not sampled_tables:  # it is not known how often the trainer usually samples
         return
     # A pool may be sampled seldom, so the trainer is overdue only if it samples no table any more.
-    for table in sampled:
+    for table in sampled_tables:
         usual = _usual_interval(buffer, table.sampled)
         if now - table.sampled.last <= _longest_silence(usual):
             return
-    last = max(sampled, key=lambda table: table.sampled.last)
-    age = now - last.sampled.last
-    usual = _usual_interval(buffer, last.sampled)
-    problem = f"nobody has sampled {last.name} for {_seconds(age)}"
-    yield _overdue(ClientRole.TRAINER, last.name, age, usual, problem, now, trainers)
+    sampled_last = max(sampled_tables, key=lambda table: table.sampled.last)
+    age = now - sampled_last.sampled.last
+    usual = _usual_interval(buffer, sampled_last.sampled)
+    problem = f"nobody has sampled {sampled_last.name} for {_seconds(age)}"
+    yield _overdue(ClientRole.TRAINER, sampled_last.name, age, usual, problem, now, trainers)
 
 
 def _overdue_generators(
     buffer: ReplayBuffer, tables: Sequence[Table], now: float, generators: Sequence[Client]
 ) -> Iterator[pb.OverdueClient]:
-    """Yields an entry for each table into which generators usually insert, and have inserted nothing for long."""
-    # A table that forward_to names is filled when the trainer samples the other table, and not by generators. Permit
-    # tables are left out, because requests that wait for their items show if nobody fills them.
+    """Yields an entry for each table into which generators usually insert, but have inserted nothing for long."""
+    # A table that `forward_to` of another table names is filled when the trainer samples the other table, and not by
+    # generators. Permit tables are left out, because if nobody fills them, the requests that wait for their items show
+    # this.
     not_filled_by_generators = {table.config.forward_to for table in tables}.union(_permit_tables(buffer))
     for table in tables:
         if table.name in not_filled_by_generators:
@@ -330,7 +351,7 @@ def _overdue_generators(
         usual = _usual_interval(buffer, table.inserted)
         if not usual:  # too few inserts so far to know how often they come
             continue
-        usual = max(usual, _usual_step(buffer))
+        usual = max(usual, _usual_step(buffer))  # generators that wait for the trainer's next step are not overdue
         age = now - table.inserted.last
         if age > _longest_silence(usual):
             problem = f"nobody has inserted into {table.name} for {_seconds(age)}"
@@ -338,7 +359,7 @@ def _overdue_generators(
 
 
 def _permit_tables(buffer: ReplayBuffer) -> Collection[str]:
-    """The names of the permit tables; empty: there are none."""
+    """The names of the permit tables; empty if there are none."""
     permit_tables = PermitTables.of(buffer)
     return () if permit_tables is None else permit_tables.tables
 
@@ -349,15 +370,15 @@ def _vanished(role: ClientRole, now: float, clients: Sequence[Client]) -> Iterat
     `clients` are the clients of the role. The client seen last comes first.
     """
     since = now - LONG_WAIT
-    last = clients[0]
-    if not last.vanished(since, LONG_WAIT):
+    seen_last = clients[0]
+    if not seen_last.vanished(since, seconds=LONG_WAIT):
         return
-    # Another client of the role may be connected, or was seen since.
+    # Another client of the role may be connected, or may have been seen since.
     if any(client.calls or client.last_seen_at > since for client in clients):
         return
-    age = now - last.left
+    age = now - seen_last.left
     problem = f"the last {role} closed its connection {_seconds(age)} ago"
-    yield _overdue(role, "", age, 0.0, problem, now, clients)
+    yield _overdue(role, table="", age=age, usual=0.0, problem=problem, now=now, clients=clients)
 
 
 def _overdue(

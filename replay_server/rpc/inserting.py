@@ -1,4 +1,4 @@
-"""Inserting: the methods Insert and InsertStream. They add new items, and append segments to items of the server.
+"""Inserting: the methods Insert and InsertStream. They add new items, and append segments to items on the server.
 
     Inserts                  reads messages, and decides each row, which means to insert or to refuse it
     acknowledged             in durable mode, waits until the decided rows are written
@@ -7,14 +7,15 @@
 * A message is decided when its last payload byte has come. If its stream ends before that, the message has no effect.
 * A message that breaks a convention of replay.proto ends its stream. The messages before it keep their effect.
 * Payload bytes of a message that is not complete count against a budget that clients share.
-* Rows are decided in the order in which they came. Segments never wait.
+* Rows are decided in the order in which they came. A new item may have to wait for its tables. A segment never waits.
 * Decided rows are answered before each wait and at the end of each message.
 * A row that is refused changes nothing, and does not affect the rows after it.
 * A server that drains still accepts segments, and items that close batches, because these belong to items that it has.
 
-A segment is not appended if the item already has one of its columns. If two processes send the same column, the first
-column is kept. But a retry would find the columns of its first attempt in the item. Each segment therefore has a number
-of its own, under which its first answer is remembered.
+A segment is not appended if the item already has one of the segment's columns. So if two processes send the same
+column, the item keeps the column that came first. If a client sends a segment again because it got no answer, the item
+may have the columns of the first attempt. So that the client then gets the answer to its first attempt, each segment
+has a number, under which the server remembers the answer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from replay_server.tables.table import InsertBatch, Payload
 from replay_server.tables.waiting import deadline_at, result_of
 
 ROWS_PER_YIELD = 256
-"""Rows that are inserted before other requests may run. To insert all rows of a message singly can take seconds."""
+"""Rows that are inserted before other requests may run. To insert all rows of a message without a break can take
+seconds, if they must be inserted singly."""
 MAX_UNWRITTEN_BYTES = 64 << 20
 """Unwritten payload bytes of the whole server above which a stream waits before it inserts more."""
 MAX_UNANSWERED = 1024
@@ -54,6 +56,7 @@ MAX_UNANSWERED = 1024
 no further rows."""
 
 Request = Frame[pb.InsertRequest]
+"""A message of a client, with those payload bytes that came with it."""
 
 
 class InsertMethods:
@@ -64,7 +67,7 @@ class InsertMethods:
         self._journal = journal
 
     async def Insert(self, request: Request, call: Call) -> pb.InsertResponse:
-        """Does the same as a stream of one message, and joins all its answers into one response."""
+        """Does the same as InsertStream for a stream of one message, and joins all answers into one response."""
         all_rows = Decided()
         unread = [request]
 
@@ -75,7 +78,7 @@ class InsertMethods:
         async def answer(decided: Decided) -> None:
             all_rows.extend(decided)
 
-        with self._backend.clients.calling(call.context, None) as on_message:
+        with self._backend.clients.calling(call.context, role=None) as on_message:
             await Inserts(self._backend, call.client, read, answer, on_message).run()
             if self._journal is not None:
                 ticket = self._journal.ticket()
@@ -91,7 +94,7 @@ class InsertMethods:
         async def answer(decided: Decided) -> None:
             await call.write(decided.message())
 
-        with self._backend.clients.calling(call.context, None) as on_message:
+        with self._backend.clients.calling(call.context, role=None) as on_message:
             inserts = Inserts(self._backend, call.client, call.read, answer, on_message)
             if self._journal is None:
                 await inserts.run()
@@ -100,7 +103,7 @@ class InsertMethods:
 
 
 class Decided:
-    """Rows of one stream that are inserted, appended or refused, in order, and the response that tells the client."""
+    """Decided rows of one stream, in order, and the response that tells the client what was decided."""
 
     __slots__ = ("_response", "keys", "missing")
 
@@ -133,7 +136,7 @@ class Decided:
         batch.evicted.clear()
 
     def append(self, key: int, unchanged: pb.UnchangedRow) -> None:
-        """Adds a segment that was not refused. `unchanged` has the reason if it was not appended."""
+        """Adds a segment that was not refused. If the segment was not appended, `unchanged` has the reason."""
         if unchanged.missing:
             self.missing += 1
         else:
@@ -178,12 +181,12 @@ class Inserts:
         self._decided = Decided()
         """The rows that are decided and not answered yet."""
         self._nbytes = 0
-        """Bytes of the payloads; 0 if they are refused, and therefore not kept in memory."""
+        """Bytes of the message's payloads; 0 if the payloads are refused, and therefore not kept in memory."""
         self._timeout: float | None = None
         """Seconds that each row may wait for its tables; None: for ever."""
         self._refusal: Refused | None = None
-        """The error of all rows, if the payloads are too large, or if no room for them became free in time. Such
-        payloads are read, to reach the next message, but are not kept."""
+        """The error of all rows, if the payloads are too large, or if no room for them became free in time; otherwise
+        None. Refused payloads are read, to reach the next message, but are not kept."""
 
     async def run(self) -> None:
         """Decides rows until the client ends the stream.
@@ -209,15 +212,16 @@ class Inserts:
                 self._on_message(ClientRole.GENERATOR)
                 is_first = True
                 for batch in batches_of(request, sizes, payloads):
-                    await self._insert(batch, is_first)
+                    await self._insert(batch, first=is_first)
                     is_first = False
             await self.answer(self._decided)
 
     async def _chunks(self, frame: Request, total: int) -> Sequence[bytes | memoryview]:
-        """Reads the payload bytes of a message, `total` bytes, and returns them unless they are refused.
+        """Reads the `total` payload bytes of a message, and returns them.
 
-        Sets `_timeout`, `_refusal` and `_nbytes` for the message. Raises Refused if the message has fewer or more bytes
-        than `total`. If the payloads are refused, their bytes are read and dropped.
+        Sets `_timeout`, `_refusal` and `_nbytes` for the message. If the payloads are refused, which `_refusal` tells,
+        their bytes are read, and the result must not be used. Raises Refused if the message has fewer or more bytes
+        than `total`.
         """
         request = frame.head
         chunks = frame.payloads
@@ -231,11 +235,13 @@ class Inserts:
         missing = total - sum(map(len, chunks))
         if missing > 0:  # the rest comes in later messages of the stream
             chunks = list(chunks)
-            with ExitStack() as share:  # of `max_unfinished_bytes`, until the message is complete
+            budget = self._backend.unfinished
+            # Until the message is complete, it takes `total` bytes of the budget. The end of the block gives them back.
+            with ExitStack() as on_complete:
                 if self._refusal is None:
-                    try:  # waits until clients use so little of the budget that `total` bytes fit
-                        await self._backend.unfinished.take_in_turn(self._client, total, self._timeout)
-                        share.callback(self._backend.unfinished.release, self._client, total)
+                    try:
+                        await budget.take_in_turn(self._client, total, self._timeout)  # waits until the bytes fit
+                        on_complete.callback(budget.release, self._client, total)
                     except Refused as no_room_in_time:
                         self._refusal = no_room_in_time
                 missing = await self._read_rest(chunks, missing)
@@ -279,16 +285,18 @@ class Inserts:
     async def _insert(self, batch: InsertBatch, first: bool) -> None:
         """Inserts or refuses each row, and waits for the row's tables if that is necessary.
 
-        Other requests may run after each ROWS_PER_YIELD rows. `first`: the batch is the first one of its message.
+        Lets other requests run after each ROWS_PER_YIELD rows, and also before a batch that is not the first one of its
+        message, so that a message of many small batches does not hold them up. `first`: the batch is the first one.
         """
         row = 0
         rows = len(batch)
         while row < rows:
-            if not first:  # so that also a message of many small batches lets other requests run
+            if not first:
                 await asyncio.sleep(0)
             first = False
             # To slice a single row would only cost time. A slice shares the list `evicted` with the batch.
-            inserted, outcome = self._admit(batch if rows == 1 else batch[row : row + ROWS_PER_YIELD])
+            next_rows = batch if rows == 1 else batch[row : row + ROWS_PER_YIELD]
+            inserted, outcome = self._admit(next_rows)
             self._decided.keys.extend(batch.keys[row : row + inserted])
             self._decided.evict(batch)
             row += inserted
@@ -315,15 +323,13 @@ class Inserts:
         buffer = self._buffer
         full = self._backend.memory.why_full(self._nbytes)
         if full or (self._backend.draining and not batch.closes):
-            # New items are refused. A retry of an item that the server has is confirmed all the same.
+            # New items are refused. But a retry of an item that was inserted before is confirmed, as at any other time.
             key = batch.keys[0]
             # `known_keys` has the keys of the last inserts, also of items that have left since.
             is_retry = key in buffer.items or key in buffer.known_keys
-            if not is_retry and full:
-                return 0, busy(full)
             if not is_retry:
-                return 0, draining(key)
-            batch = batch[:1]  # the rows after this one may be new items
+                return 0, (busy(full) if full else draining(key))
+            batch = batch[:1]  # insert only this row now, because the rows after it may be new items
         try:
             return buffer.insert(batch, deadline_at(buffer.clock(), self._timeout))
         except Refused as refusal:
@@ -345,7 +351,8 @@ class Inserts:
         except Refused as refusal:
             return refusal
         finally:
-            # The row is still in line if the budget refused it, or the client went away. Otherwise this does nothing.
+            # If the budget refused the row, or if the client went away, the row is still in line, so take it out.
+            # Otherwise this does nothing.
             buffer.abandon(pending)
         return None
 
@@ -353,13 +360,14 @@ class Inserts:
 
     async def _extend(self, request: pb.InsertRequest, payloads: Sequence[Payload]) -> None:
         """Appends or refuses each segment of a message."""
-        # A client that extends partial groups is a generator. A client that extends other items is a teacher.
+        # A client that extends partial groups is a generator. A client that extends other items is a teacher. The first
+        # segment of the message decides.
         permit_tables = PermitTables.of(self._buffer)
-        # `marked` has the keys of the items in permit tables that hold a permit.
+        # `marked` has the keys of the partial groups, which are the items in permit tables that hold a permit.
         is_partial = permit_tables is not None and request.keys[0] in permit_tables.marked
         self._on_message(ClientRole.GENERATOR if is_partial else ClientRole.TEACHER)
         labels = labels_in(request) or [NO_LABELS] * len(payloads)
-        numbers = request.requests[:] or [0] * len(payloads)
+        numbers = request.requests[:] or [0] * len(payloads)  # the number of each segment; 0: none
         for row, (key, payload) in enumerate(zip(request.keys, payloads, strict=True)):
             if row and row % ROWS_PER_YIELD == 0:
                 await asyncio.sleep(0)
@@ -373,10 +381,11 @@ class Inserts:
     def _append(
         self, key: int, names: Collection[str], payload: Payload, number: int, held: Sequence[int]
     ) -> pb.UnchangedRow:
-        """Appends a segment. Raises Refused; then nothing has changed.
+        """Appends a segment with columns of these `names` to the item `key`. The result tells whether it was appended.
 
         A retry of the segment has the same `number`; 0: the client never retries this segment. `held` are the ids of
-        batches that the writer of the segment must still have.
+        batches that the writer of the segment must still have. If the segment is refused, raises Refused, and nothing
+        has changed.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -384,8 +393,8 @@ class Inserts:
         nbytes = sum(map(len, payload))
         digest = b""
         if number:
-            # Two requests of one number are the same request if their digests are equal. The suffix keeps segments
-            # apart from calls of methods, whose digests end with the type of the request.
+            # Two requests with one number are the same request if their digests are equal. The digest of a segment ends
+            # with "segment", and that of a call with the type of the request, so the two are never equal.
             identity = repr((key, sorted(names), nbytes)).encode()
             digest = hashlib.blake2b(identity, digest_size=8).digest() + b"segment"
             answer = first_answer(buffer, number, digest)
@@ -394,11 +403,13 @@ class Inserts:
         full = self._backend.memory.why_full(nbytes)
         if full:
             raise busy(full)
-        if key in buffer.items:  # otherwise the answer is that the item is missing, whatever became of the batches
+        # If the item is gone, the batches do not matter, because the answer is that the item is missing.
+        if key in buffer.items:
             refusal = buffer.outstanding.why_not_closed(held)
             if refusal is not None:
                 raise refusal
-        # The columns that the item had already, so that nothing was appended; empty: appended; None: no such item.
+        # `present` has the columns of the segment that the item had already. If there are any, nothing was appended.
+        # Empty: the segment was appended. None: there is no such item.
         present = buffer.extend(key, names, payload)
         unchanged = pb.UnchangedRow(key=key, present=present or (), missing=present is None)
         if number:
@@ -407,7 +418,7 @@ class Inserts:
 
 
 def check_message(request: pb.InsertRequest) -> None:
-    """Raises Refused if the fields of the message do not fit together.
+    """Raises Refused if the message has no rows or too many, or if its fields do not fit together.
 
     A field with one entry for each row may also be empty.
     """
@@ -440,7 +451,7 @@ def check_message(request: pb.InsertRequest) -> None:
 
 
 def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
-    """The labels of each row; None if no row has labels. Raises Refused."""
+    """The labels of each row; None if no row has labels. Raises Refused if the labels are not valid."""
     try:
         return labels_of_rows(request.columns, request.tags, len(request.keys))
     except ValueError as error:
@@ -448,18 +459,20 @@ def labels_in(request: pb.InsertRequest) -> list[Labels] | None:
 
 
 def payloads_of_rows(chunks: Sequence[bytes | memoryview], sizes: list[int]) -> list[Payload]:
-    """The payload of each row of a message, from the message's chunks and the bytes of each row.
+    """The payload of each row of a message, from the message's chunks and the number of bytes of each row.
 
-    If there is a single row, or exactly one whole chunk for each row, the chunks stay as they came. Otherwise the bytes
-    are copied, because a view of a small item would keep the whole message in memory.
+    If there is a single row, or exactly one whole chunk for each row, the payloads are the chunks as they came.
+    Otherwise the bytes are copied, because a view of a small item would keep the whole message in memory.
     """
     if len(sizes) == 1:
         return [tuple(chunks)]
     are_whole = all(type(chunk) is bytes for chunk in chunks)  # a view may be a part of a larger message
     if are_whole and list(map(len, chunks)) == sizes:
         return [(chunk,) for chunk in chunks]
-    joined = memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
-    return [(bytes(joined[end - size : end]),) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    joined: bytes | memoryview = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    view = memoryview(joined)
+    ends = accumulate(sizes)
+    return [(bytes(view[end - size : end]),) for end, size in zip(ends, sizes, strict=True)]
 
 
 def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Payload]) -> Iterator[InsertBatch]:
@@ -469,9 +482,9 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
     """
     rows = len(sizes)
     priorities: dict[str, FloatArray] = {}
-    """By table: the priority (rows,) of each row."""
+    """Table -> the priority (rows,) of each row."""
     rows_of_tables: dict[str, list[int]] = {}
-    """By table: the rows that are inserted into the table. An empty list stands for all rows."""
+    """Table -> the rows that are inserted into the table. An empty list stands for all rows."""
     for target in request.targets[:]:
         if target.table in priorities:
             raise invalid(f"table {target.table[:100]!r} is a target twice")
@@ -499,28 +512,28 @@ def batches_of(request: pb.InsertRequest, sizes: list[int], payloads: list[Paylo
 def _priorities_in(target: pb.InsertTarget, rows: int) -> FloatArray:
     """The priorities (rows,) of the rows of a message in one table. Rows for other tables have priority 1.
 
-    Raises Refused.
+    Raises Refused if `target` has rows that the message lacks, or a wrong number of priorities.
     """
     table = target.table
-    chosen = target.rows[:]  # empty: all rows
-    numbers = target.priorities[:]  # empty: 1 each
-    if chosen and max(len(chosen), max(chosen) + 1) > rows:
+    chosen = target.rows[:]  # the rows that go to this table; empty: all rows
+    given = target.priorities[:]  # the priorities of these rows; empty: 1 each
+    if chosen and (len(chosen) > rows or max(chosen) >= rows):
         raise invalid(
             f"{len(chosen)} rows of table {table[:100]!r}, up to row {max(chosen)}, in a message of {rows} items"
         )
     n = len(chosen) or rows
-    if numbers and len(numbers) != n:
-        raise invalid(f"{counted(len(numbers), 'priority')} for {counted(n, 'item')} of table {table[:100]!r}")
-    if numbers and not chosen:
-        return np.array(numbers)
+    if given and len(given) != n:
+        raise invalid(f"{counted(len(given), 'priority')} for {counted(n, 'item')} of table {table[:100]!r}")
+    if given and not chosen:
+        return np.array(given)
     priorities = np.ones(rows)
-    if numbers:
-        priorities[chosen] = numbers
+    if given:
+        priorities[chosen] = given
     return priorities
 
 
 def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]]) -> Iterator[InsertBatch]:
-    """Yields the batch in consecutive parts. All rows of a part go to the same tables.
+    """Divides the batch into consecutive parts, so that all rows of a part go to the same tables. Yields the parts.
 
     `rows_of_tables` has the rows that go to each table; an empty list stands for all rows.
     """
@@ -538,7 +551,7 @@ def _divided_by_tables(batch: InsertBatch, rows_of_tables: dict[str, list[int]])
 
 
 async def acknowledged(journal: Journal, inserts: Inserts) -> None:
-    """Runs `inserts`, and answers rows once they are written. Answers that one commit covers are joined."""
+    """Runs `inserts`, and answers rows once they are written. Answers about rows of one commit are joined."""
     unanswered: deque[tuple[asyncio.Future[None], Decided]] = deque()
     """Decided rows, each with the ticket that is done when they are written."""
     decided_more = asyncio.Event()
@@ -546,7 +559,11 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
     answer_client = inserts.answer
 
     async def answer(decided: Decided) -> None:
-        """Called by `inserts` in the place of `answer_client`. Returns before the rows are written."""
+        """Notes decided rows, for the loop below to answer. `inserts` calls this in the place of `answer_client`.
+
+        In most cases, returns before the rows are written. But waits while the disk is too slow, or while too many rows
+        are unanswered.
+        """
         ticket = journal.ticket()
         unanswered.append((ticket, decided))
         decided_more.set()
@@ -558,7 +575,7 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
 
     inserts.answer = answer
     inserting = asyncio.create_task(inserts.run())
-    inserting.add_done_callback(lambda _: decided_more.set())  # wakes the loop below when no more rows will come
+    inserting.add_done_callback(lambda _: decided_more.set())  # when no more rows will come, this wakes the loop below
     try:
         while unanswered or not inserting.done():
             if not unanswered:
@@ -582,9 +599,11 @@ async def acknowledged(journal: Journal, inserts: Inserts) -> None:
 def refuse_unwritten(decided: Decided, journal: Journal, ticket: asyncio.Future[None]) -> None:
     """Refuses the rows that could not be written and were rolled back. The ticket must be done.
 
-    The commit that failed may be an earlier one than that of the ticket, so this asks the journal, which remembers the
-    keys of inserts that it rolled back. Raises Refused if the commit of the ticket failed, and some rows are not
-    refused. These rows are still in the buffer, and the client may send all rows again, with the same keys.
+    The commit that failed may be an earlier one than that of the ticket. So this does not look at the ticket, but asks
+    the journal, which remembers the keys of inserts that it rolled back.
+
+    If the commit of the ticket failed, but some rows were neither rolled back nor refused before, raises Refused. These
+    rows are still in the buffer, and the client may send all rows again, with the same keys.
     """
     unwritten = journal.rolled_back(decided.keys) - set(decided.refused)
     if unwritten:
@@ -593,4 +612,4 @@ def refuse_unwritten(decided: Decided, journal: Journal, ticket: asyncio.Future[
                 why = f"item {key} could not be written: the disk of data_dir is full or fails"
                 decided.refuse(key, storage_failed(why))
     if len(decided.refused) < len(decided.keys):
-        ticket.result()  # raises Refused if the commit failed
+        ticket.result()  # raises Refused if the commit of the ticket failed

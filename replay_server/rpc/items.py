@@ -25,7 +25,7 @@ from replay_server.tables.table import Table
 ITEM_ORDERS = ("age", "priority", "policy_version", "times_sampled", "size")
 """The values of `order_by`. All but "age" are names of columns of a table."""
 ITEMS_PER_LOOK = 4096
-"""Items whose tags are compared before other requests run. This number takes some 2 ms."""
+"""Items whose tags are compared before other requests may run. The tags of so many items are compared in about 2 ms."""
 
 
 class ItemMethods:
@@ -49,6 +49,7 @@ class ItemMethods:
 
     @once(pb.MutationResponse)
     async def Delete(self, request: pb.DeleteRequest, call: Call) -> pb.MutationResponse:
+        """Deletes items from one table."""
         _check_keys(len(request.keys))
         missing = self.buffer.delete(request.table, request.keys)
         return pb.MutationResponse(applied=len(set(request.keys)) - len(missing), missing=missing)
@@ -64,9 +65,9 @@ class ItemMethods:
         reading = self.backend.reading
         # Items that left their tables in one large change stay in memory for a while, but count as gone.
         keys = [key for key in dict.fromkeys(request.keys) if not buffer.items.gone(key)]
-        first = _columns(buffer, keys, request)
+        message = _facts_message(buffer, keys, request)
         if request.without_payloads or not keys:
-            await call.write(Frame(first, ()))
+            await call.write(Frame(message, ()))
             return
         items = [buffer.items[key] for key in keys]
         sizes = [item.nbytes for item in items]
@@ -80,31 +81,33 @@ class ItemMethods:
                 for key, item in zip(keys[rows], items[rows], strict=True):
                     if buffer.items.get(key) is not item:  # gone, or replaced by a new item with this key
                         raise try_again(f"item {key} left before its bytes were sent: ask again, for fewer at once")
-                for response in split_payloads(first, read_payloads(buffer.storage, keys[rows], sizes[rows])):
+                payloads = read_payloads(buffer.storage, keys[rows], sizes[rows])
+                for response in split_payloads(message, payloads):
                     await call.write(response)
             except DamagedPayloads as damage:
                 raise buffer.refuse_damaged(damage) from None
             finally:
                 reading.release(call.client, nbytes)
-            first = pb.GetResponse()  # the facts are sent only once
+            message = pb.GetResponse()  # the facts are sent only with the first slice
 
     async def ListItems(self, request: pb.ListItemsRequest, call: Call) -> pb.ListItemsResponse:
-        """One page of the items of a table that match the request, in its order, without payloads."""
+        """One page of the items of a table that match the request, in the requested order, without payloads."""
         table = self.buffer.table(request.table)
         order_by = request.order_by or "age"
         if order_by not in ITEM_ORDERS:
             raise invalid(f"order_by {order_by[:40]!r}: one of {', '.join(ITEM_ORDERS)}")
-        # A page is the index of its first row, in decimal digits: at most 18, so that it fits into 64 bits.
+        # A page is named by the index of its first row, in decimal digits. It has at most 18 digits, so that the index
+        # fits into 64 bits.
         is_page = request.page.isascii() and request.page.isdecimal() and len(request.page) < 19
         if request.page and not is_page:
             raise invalid(f"page {request.page[:40]!r} is not one that this server gave out")
-        current = self.buffer.policy.version
-        slots = _within_bounds(table, current, request)
+        current_version = self.buffer.policy.version
+        slots = _within_bounds(table, current_version, request)
         slots = _ordered(table, slots, order_by, descending=request.descending)
         columns = table.columns
         if request.tags:
-            slots = await self._with_tags(table, slots, _tags(request))
-            columns = table.columns  # a reset, while this waited, replaces the columns
+            slots = await self._with_tags(table, slots, _wanted_tags(request))
+            columns = table.columns  # if the table was reset while this waited, it has new columns
         start = int(request.page or 0)
         limit = min(request.limit or 100, MAX_ROWS)
         chosen = slots[start : start + limit]
@@ -120,7 +123,7 @@ class ItemMethods:
             policy_versions=columns.policy_version[chosen].tolist(),
             times_sampled=columns.times_sampled[chosen].tolist(),
             payload_sizes=columns.size[chosen].tolist(),
-            policy_version=current,
+            policy_version=current_version,
             matching=slots.size,
             next_page=str(start + limit) if start + limit < slots.size else "",
             effective_priorities=effective_priorities(table, chosen).tolist(),
@@ -132,22 +135,22 @@ class ItemMethods:
     async def _with_tags(self, table: Table, slots: IntArray, wanted: Mapping[str, str]) -> IntArray:
         """The slots, among `slots` (n,), of items that have all `wanted` tags.
 
-        Items that leave the table meanwhile are left out.
+        Items that leave the table while this runs are left out.
         """
         columns = table.columns
-        for name, tag in columns.tags.items():
+        for name, tag_column in columns.tags.items():
             if name in wanted:
-                slots = slots[tag.have(slots, wanted[name])]
+                slots = slots[tag_column.have(slots, wanted[name])]
         not_indexed = [(name, value) for name, value in wanted.items() if name not in columns.tags]
         if not not_indexed or not slots.size:
             return slots
-        # Tags without an index have no column, so this looks at each item. Other requests run in between.
+        # The other tags have no column, so this looks at the labels of each item. Other requests may run in between.
         keys = columns.key[slots]
         matching: list[int] = []
         for start in range(0, slots.size, ITEMS_PER_LOOK):
             for key in keys[start : start + ITEMS_PER_LOOK].tolist():
                 item = self.buffer.items.get(key)
-                if item is not None and all(item.labels.text(tag) == text for tag, text in not_indexed):
+                if item is not None and all(item.labels.text(name) == value for name, value in not_indexed):
                     matching.append(key)
             await asyncio.sleep(0)
         # The other requests may have moved or removed rows, so the slots are looked up again; -1: not in the table.
@@ -172,7 +175,7 @@ def _within_bounds(table: Table, current_version: int, request: pb.ListItemsRequ
 
 
 def _ordered(table: Table, slots: IntArray, order_by: str, *, descending: bool) -> IntArray:
-    """Sorts `slots` (n,), which are in the order of their insertion."""
+    """Sorts `slots` (n,) by `order_by`. They must be in the order in which their items were inserted."""
     if order_by == "age":  # the least age is that of the newest item
         return slots if descending else slots[::-1]
     values = getattr(table.columns, order_by)[slots]
@@ -181,8 +184,8 @@ def _ordered(table: Table, slots: IntArray, order_by: str, *, descending: bool) 
     return slots[np.argsort(values, kind="stable")]  # stable: items with equal values stay oldest first
 
 
-def _tags(request: pb.ListItemsRequest) -> dict[str, str]:
-    """The tags that items must have: value by name. Raises Refused for a tag that comes twice, or too many tags."""
+def _wanted_tags(request: pb.ListItemsRequest) -> dict[str, str]:
+    """The tags that items must have: name -> value. Raises Refused if a name comes twice or there are too many tags."""
     wanted = {tag.name: tag.value for tag in request.tags}
     if len(wanted) < len(request.tags) or len(wanted) > MOST_TAGS:
         raise invalid(f"{len(request.tags)} tags to look for: name each once, and at most {MOST_TAGS}")
@@ -190,12 +193,16 @@ def _tags(request: pb.ListItemsRequest) -> dict[str, str]:
 
 
 def _check_keys(n: int) -> None:
+    """Raises Refused if `n` keys are too many for one request."""
     if n > MAX_KEYS:
         raise invalid(f"{n} keys: at most {MAX_KEYS} in one request")
 
 
-def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) -> pb.GetResponse:
-    """The response about the items of `keys`, in columns, without their payloads. `keys` are those that still exist."""
+def _facts_message(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) -> pb.GetResponse:
+    """The facts about items, in columns, and the keys of the items that are missing.
+
+    `keys` are those keys of the request whose items exist.
+    """
     known = set(keys)
     now = buffer.clock()
     items = [buffer.items[key] for key in keys]
@@ -210,7 +217,7 @@ def _columns(buffer: ReplayBuffer, keys: Sequence[int], request: pb.GetRequest) 
         columns=columns_message(labels),
         tags=tags_message(labels),
     )
-    # A membership has the rows of this response whose items are in the table, and the table's facts about them.
+    # The membership of a table has those rows of this response whose items are in the table, and facts about them.
     for table in buffer.tables.values():
         columns = table.columns
         slots_of_keys = columns.find(np.array(keys, dtype=np.uint64))  # (n,); -1: not in this table

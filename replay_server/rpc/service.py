@@ -1,6 +1,6 @@
-"""Service: all gRPC methods of replay.proto by name, and the listener: gRPC's server at an address, which calls them.
+"""Service: ReplayService has all gRPC methods of replay.proto, and Listener is gRPC's server, which calls the methods.
 
-Payload bytes are never decoded.
+The methods never decode the bytes of payloads.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from replay_server.telemetry.prometheus import Latencies
 
 log = logging.getLogger("replay_server")
-# gRPC logs this message, with a traceback, when a client leaves while a response is written to the client.
+# When a client leaves while gRPC writes a response to it, gRPC logs this message with a traceback. The filter drops it.
 logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in str(record.msg))
 
 _OWN_FILES = 64
-"""File descriptors that the server needs for itself."""
+"""The number of file descriptors that the server needs for other things than connections."""
 
 
 class ReplayService:
@@ -57,18 +57,22 @@ class ReplayService:
         shared_folder: Path | None = None,
         latencies: Latencies | None = None,
     ) -> None:
-        """With `journal`, a client hears of a change only after it is written. With `latencies`, calls are timed.
+        """Makes the methods.
 
-        `shared_folder` is the folder in which clients make sockets for shared memory; None: no shared memory.
+        journal: if given, a client gets the response to a change only after the journal has written the change.
+        checkpointer: writes the checkpoints that clients ask for.
+        shared_folder: the folder in which clients make sockets for shared memory; None: no shared memory.
+        latencies: if given, receives the duration of each call.
         """
-        self.backend = Backend(buffer, limits, None if journal is None else journal.durable)
+        durable = None if journal is None else journal.durable
+        self.backend = Backend(buffer, limits, durable)
         self.sampling = SampleMethods(self.backend)
         self.administration = AdministrationMethods(self.backend, data_dir, checkpointer)
         self.methods: dict[str, Method] = {}
         """All methods of replay.proto, by name."""
         rings = Rings()
         method_groups = (
-            Multiplex(self.methods),  # which are added below
+            Multiplex(self.methods),  # the loop below fills this dict
             SharedMemoryMethods(self.backend, rings, shared_folder),
             InsertMethods(self.backend, journal),
             self.sampling,
@@ -76,21 +80,22 @@ class ReplayService:
             PolicyMethods(self.backend),
             self.administration,
         )
-        for method in pb.DESCRIPTOR.services_by_name["Replay"].methods:
+        for descriptor in pb.DESCRIPTOR.services_by_name["Replay"].methods:
+            name = descriptor.name
             # Exactly one of the groups has the method.
-            (group,) = [group for group in method_groups if hasattr(group, method.name)]
-            behavior = getattr(group, method.name)
-            self.methods[method.name] = Method(method, behavior, self.backend, rings, latencies)
+            (group,) = [group for group in method_groups if hasattr(group, name)]
+            behavior = getattr(group, name)
+            self.methods[name] = Method(descriptor, behavior, self.backend, rings, latencies)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The handlers of all methods, which gRPC calls."""
-        wrap = tracing.traced if tracing.available() else None  # None: the calls get no spans
+        """Returns the handlers of all methods, for gRPC to call."""
+        wrap = tracing.traced if tracing.available() else None  # None: the calls are not traced
         handlers = {name: method.handler(wrap) for name, method in self.methods.items()}
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
 class Listener:
-    """gRPC's own server at one address, with the methods of a service."""
+    """gRPC's own server, which listens on one address and calls the methods of a ReplayService."""
 
     def __init__(
         self,
@@ -100,7 +105,7 @@ class Listener:
         authorizer: Authorizer,
         certificates: ServerCertificates,
     ) -> None:
-        """Takes the address, and accepts no connection before `start`. Raises OSError if it cannot take the address."""
+        """Binds the address. Raises OSError if that fails. Before `start`, no connection is accepted."""
         self._service = service
         interceptors = [] if authorizer.tokens is None else [authorizer]  # without tokens, every call may proceed
         self._server = grpc.aio.server(options=_options(limits), interceptors=interceptors)
@@ -115,14 +120,18 @@ class Listener:
                 port = self._server.add_secure_port(address, credentials)
         except (RuntimeError, OSError) as error:
             raise OSError(f"cannot listen on {address}: it is in use, or not an address of this machine") from error
-        self.address = f"{address.rpartition(':')[0]}:{port}"  # gRPC has chosen the port if it was 0
+        host = address.rpartition(":")[0]
+        self.address = f"{host}:{port}"  # if `address` has port 0, gRPC has chosen the port
 
     async def start(self) -> None:
         """Accepts connections from now on."""
         await self._server.start()
 
     async def stop(self, grace: float | None) -> None:
-        """Ends endless calls, gives all other calls `grace` seconds to end (None: none), and closes all connections."""
+        """Ends endless calls, gives all other calls `grace` seconds to end, and closes all connections.
+
+        `grace` None: all calls end at once.
+        """
         self._service.backend.calls.close()
         await self._server.stop(grace)
 
@@ -130,32 +139,32 @@ class Listener:
 def _check_free(address: str) -> None:
     """Raises OSError if the address is in use, or belongs to another machine.
 
-    If gRPC itself found these two problems, it would also write a line to stderr. All other problems, such as an
-    unknown name, or a family of addresses that this machine lacks, are left to gRPC.
+    If gRPC found one of these two problems itself, it would also write a line to stderr. This function ignores all
+    other problems, such as an unknown name, or a family of addresses that this machine lacks. gRPC finds these itself.
     """
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as attempt:
-            # As gRPC does: connections of a server that has just ended do not block the address.
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            attempt.bind((host.strip("[]"), int(port)))
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # gRPC sets this option, too. With it, connections of a server that has just ended do not block the address.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), int(port)))
     except OSError as error:
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             raise
 
 
 def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
-    """The settings of gRPC's server, by gRPC's names."""
+    """The settings of gRPC's server, as pairs of gRPC's name of the setting and the value."""
     return [
         ("grpc.so_reuseport", 0),  # otherwise two servers could listen on one port, and share its connections
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", -1),  # no bound
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.max_allowed_incoming_connections", _connections(limits)),
+        ("grpc.max_allowed_incoming_connections", _most_connections(limits)),
         ("grpc.max_concurrent_streams", limits.max_calls_per_connection),
-        # For TLS and HTTP/2 together. A new connection that sends nothing for so long is closed.
+        # The time for the handshakes of TLS and HTTP/2 together. If a client takes longer, its connection is closed.
         ("grpc.server_handshake_timeout_ms", 20_000),
         # If a client vanishes without closing its connection (a lost machine, a cut cable), the server notices this
         # within 40 s.
@@ -166,20 +175,20 @@ def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _connections(limits: LimitsConfig) -> int:
-    """The number of connections that may be open, so that the server always has free file descriptors.
+def _most_connections(limits: LimitsConfig) -> int:
+    """The most connections that may be open. There are so few that the server always has free file descriptors.
 
     Each connection can take two descriptors, the second for a ring. Without free descriptors the server could neither
     sync nor write checkpoints, and gRPC could accept no connection.
     """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY or 2 * limits.max_connections + _OWN_FILES <= files:
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if max_files == resource.RLIM_INFINITY or 2 * limits.max_connections + _OWN_FILES <= max_files:
         return limits.max_connections
-    most = max(1, (files - _OWN_FILES) // 2)
+    most = max(1, (max_files - _OWN_FILES) // 2)
     log.warning(
         "this process may open %d files, so at most %d connections are accepted instead of %d (max_connections): raise "
         "the limit (ulimit -n)",
-        files,
+        max_files,
         most,
         limits.max_connections,
     )

@@ -1,7 +1,7 @@
-"""Shared memory: the method ShareMemory, by which clients on this host get rings.
+"""Shared memory: the gRPC method ShareMemory, by which clients on this host get rings.
 
-* A ring belongs to one connection and one stream, and ends with the call of ShareMemory that opened it.
-* A ring carries nothing before the server has sent the memory of the ring to its client.
+* A ring belongs to one connection, and ends with the call of ShareMemory that opened it.
+* A ring carries no payloads before the server has sent the memory of the ring to the client.
 * The memory of all rings counts against one budget (`max_shared_bytes`).
 """
 
@@ -24,40 +24,42 @@ from replay_server.rpc.ring_transfer import Rings
 log = logging.getLogger("replay_server")
 
 _LEAST_COST = 1 << 20
-"""Bytes that a smaller ring counts for in the budget, because each ring also costs a file descriptor."""
+"""The bytes that a smaller ring takes from the budget. Each ring also costs a file descriptor, so this bounds the
+number of rings."""
 
 
 class SharedMemoryMethods:
     """The gRPC method ShareMemory."""
 
     def __init__(self, backend: Backend, rings: Rings, folder: Path | None) -> None:
-        """Clients on this host make their sockets in `folder`, which they see too; None: no client gets a ring."""
+        """`folder`: the folder in which clients on this host make their sockets; None: no client gets a ring."""
         self._rings = rings
         self._folder = folder
         self._budget = Budget(backend.limits.max_shared_bytes, "bytes of shared memory (max_shared_bytes)")
         self._shares: weakref.WeakKeyDictionary[Segment, Any] = weakref.WeakKeyDictionary()
-        """The finalizer of each segment, which releases the segment's share in the budget.
+        """The finalizer of each segment, which releases the bytes that the segment has taken from the budget.
 
-        A finalizer runs once: when it is called, or when the segment is freed.
+        A finalizer runs only once, either when it is called or when the segment is freed.
         """
-        self._is_short = False
-        """True if the last ring was refused for lack of room."""
+        self._has_warned = False
+        """True if a warning was logged because the host has no room for a ring, and no ring was made since."""
 
     async def ShareMemory(self, call: Call) -> None:
-        """Opens, sends and closes rings, as the requests of the stream ask for. All rings end with the stream.
+        """Opens, sends and closes rings, as the requests of the stream ask. All rings of a stream end with the stream.
 
-        A client opens a ring, makes the socket that the response names, and then asks the server to send the memory.
+        A client asks for a ring, makes the socket that the response names, and then asks the server to send the memory
+        of the ring to the socket.
         """
         client = call.client
         opened: dict[int, Segment] = {}
-        """The segments of the rings that this call has opened, by the ring's id."""
+        """Id of each ring that this call has opened -> the segment of the ring."""
         try:
             while (request := await call.read()) is not None:
                 if request.HasField("open"):
                     response = await self._make(client, request.open, opened)
                 elif request.send:
                     response = await self._send(client, request.send, opened)
-                else:
+                else:  # the request is to close a ring
                     if request.close in opened:
                         self._end(client, opened.pop(request.close))
                     response = pb.ShareMemoryResponse()
@@ -69,7 +71,7 @@ class SharedMemoryMethods:
     async def _make(self, client: str, capacity: int, opened: dict[int, Segment]) -> pb.ShareMemoryResponse:
         """Makes a ring, and adds it to `opened`. The response says where to make the socket, or why there is no ring.
 
-        With `capacity` 0 the client only finds out if rings work.
+        A client asks for a ring with `capacity` 0 only to find out if rings work.
         """
         if self._folder is None:
             return pb.ShareMemoryResponse(refusal="the server does not share memory ([server] shared_memory)")
@@ -83,25 +85,30 @@ class SharedMemoryMethods:
         except Refused as refusal:
             return pb.ShareMemoryResponse(refusal=refusal.message)
         try:
-            # On a thread, because this takes long: the system zeroes all of the memory.
+            # `create` runs on a thread, because it takes long: the system zeroes all of the memory.
             segment = await asyncio.to_thread(Segment.create, self._folder, capacity)
-        except BaseException as error:
+        except OSError as error:
             self._budget.release(client, cost)
-            if not isinstance(error, OSError):  # the client went away
-                raise
             return self._no_room(f"the system gives no memory for rings: {error.strerror}")
-        # The share is released when the segment is freed, because a stream may use it for longer than this call lasts.
-        share = weakref.finalize(segment, self._budget.release, client, cost)
-        share.atexit = False  # at the exit of the process, nobody needs the share any more
-        self._shares[segment] = share
-        self._is_short = False
+        except BaseException:  # for example the cancellation if the client went away
+            self._budget.release(client, cost)
+            raise
+        # The bytes go back to the budget when the segment is freed, and not when this call ends, because another call
+        # may use the segment for longer.
+        release_share = weakref.finalize(segment, self._budget.release, client, cost)
+        release_share.atexit = False  # when the process exits, nobody needs the budget any more
+        self._shares[segment] = release_share
+        self._has_warned = False
         opened[segment.ring_id] = segment
         return pb.ShareMemoryResponse(ring=segment.ring_id, path=str(segment.path))
 
     def _no_room(self, why: str) -> pb.ShareMemoryResponse:
-        """The response that refuses a ring because the server's host has no room for it."""
-        if not self._is_short:  # one line until there is room again
-            self._is_short = True
+        """Returns a response that refuses a ring, because the server's host has no room for the ring. Logs the reason.
+
+        After the first refusal, the reason is not logged until a ring could be made again.
+        """
+        if not self._has_warned:
+            self._has_warned = True
             log.warning("%s; payloads travel over gRPC instead", why)
         return pb.ShareMemoryResponse(refusal=why)
 
@@ -111,24 +118,25 @@ class SharedMemoryMethods:
         if segment is None or segment.handed_over:
             raise invalid(f"ring {ring_id} is not one of this stream's, or was sent before")
         try:
-            # On a thread, because this may block: any process that can write to the folder may have replaced the
-            # client's socket.
+            # `hand_over` runs on a thread, because it may block: any process that can write to the folder may have
+            # replaced the client's socket.
             await asyncio.to_thread(segment.hand_over)
         except OSError as error:
-            # The share is released here and not when the segment is freed, because that may be late. The error refers
-            # to the segment, by its traceback and the frame of `hand_over`, until the garbage collector runs.
-            share = self._shares.pop(segment)
+            # The bytes go back to the budget here, because it may take long until the segment object is freed. The
+            # traceback of the error has the frame of `hand_over`, which refers to the segment until the garbage
+            # collector runs.
+            release_share = self._shares.pop(segment)
             segment.close()
-            share()  # releases the share, and makes the finalizer do nothing later
+            release_share()  # when the segment object is freed later, the finalizer does nothing
             return pb.ShareMemoryResponse(refusal=str(error))
         if segment.capacity:
             self._rings.add(client, segment)
-        else:  # the client has opened a ring without room, only to find out if rings work
+        else:  # the ring has no room for payloads, because the client only wanted to find out if rings work
             self._end(client, opened.pop(ring_id))
         return pb.ShareMemoryResponse(ring=ring_id)
 
     def _end(self, client: str, segment: Segment) -> None:
-        """Ends a ring, and removes the socket of a client that was killed."""
-        with suppress(OSError):  # the client has removed its socket, unless it was killed
+        """Ends a ring, and removes the client's socket if it is still there."""
+        with suppress(OSError):  # the socket is gone, because only a client that was killed leaves it there
             segment.path.unlink()
         self._rings.end(client, segment.ring_id)

@@ -1,10 +1,10 @@
 """Checkpointer: writes checkpoints while the server goes on. `restore_into_memory` reads a checkpoint.
 
-* A durable server copies the file of its data directory, as of one commit.
-* A server in memory writes a new file of the same kind. In the first round a ChangeCollector collects all items, some
-  at a time, and other requests run in between. Each further round writes the changes made during the round before,
-  until few changes are left. The last round is collected at one moment. The checkpoint describes the server at that
-  moment.
+* A server with data_dir copies the file of that directory, as of one commit.
+* A server without data_dir keeps its items in memory, and writes a new file of the same kind. In the first round, a
+  ChangeCollector collects all items, some at a time, and other requests run in between. Each further round writes what
+  has changed during the round before, until few items have changed. The last round collects all changes at one moment,
+  and the checkpoint describes the server as of this moment.
 """
 
 from __future__ import annotations
@@ -37,16 +37,18 @@ T = TypeVar("T")
 log = logging.getLogger("replay_server")
 
 _KEYS_PER_YIELD = 1 << 14
-"""Known keys of inserts that are written before other requests run."""
-_LAST_ITEMS = 512
-"""If at most so many items have changed, they are collected at one moment, and the round is the last."""
+"""The number of known keys of inserts that are written before other requests run."""
+_ITEMS_IN_LAST_ROUND = 512
+"""If at most this many changed items are left, they are collected at one moment, and the round is the last."""
 _MOST_ROUNDS = 20
-"""The round after these is the last, however many items have changed: clients may change items without end."""
-_SYNC = 32 << 20
-"""Payload bytes that are written between two syncs. Without syncs the system would keep a GB and more in memory, and
-write all of it at the end."""
-_APART = 0.002
-"""Seconds between the times of two checkpoints, at least. Their names, which have milliseconds, then differ."""
+"""After this many rounds, the next round is the last, however many items have changed. Otherwise a checkpoint might
+never end, because clients may go on changing items."""
+_BYTES_PER_SYNC = 32 << 20
+"""Payload bytes that are written between two syncs. Without syncs, the operating system would keep a GB and more in
+memory, and write all of it at the end."""
+_SECONDS_APART = 0.002
+"""The least number of seconds between the times of two checkpoints. So their names, which contain the time in
+milliseconds, differ."""
 
 
 class Checkpointer:
@@ -59,26 +61,26 @@ class Checkpointer:
         keep: int,
         copy: Callable[[Path], Awaitable[None]] | None = None,
     ) -> None:
-        """`keep` is the number of checkpoints to keep, among those whose names the server chose.
+        """`keep`: how many checkpoints to keep. Those whose names clients chose do not count, and are never removed.
 
-        `copy` makes a file with everything that a durable server holds; None: the server is in memory.
+        `copy` writes a copy of the data file of a server with data_dir to a path; None: the server has no data_dir.
         """
         self._buffer = buffer
         self.directory = directory
         self._keep = keep
         self._copy = copy
         self._unsynced = 0
-        """Payload bytes of all items in the deltas that were written since the last sync."""
+        """The payload bytes of all items in the deltas that were written since the last sync."""
         self._turn = asyncio.Lock()
         """Held while a checkpoint is being written."""
         self._task: asyncio.Task[Checkpoint] | None = None
-        """The task that writes a checkpoint. This reference keeps asyncio from dropping the task."""
+        """The task that writes a checkpoint. Without this reference, the garbage collector could delete the task."""
         self._thread = ThreadPoolExecutor(1, "replay-checkpoint")
         self._verifying = asyncio.Lock()
-        """Held while files are verified."""
+        """Held while checkpoints are verified."""
 
     async def run(self, every: float) -> None:
-        """Writes a checkpoint each `every` seconds, until it is cancelled."""
+        """Writes a checkpoint every `every` seconds, until the task is cancelled."""
         while True:
             await asyncio.sleep(every)
             try:
@@ -87,14 +89,14 @@ class Checkpointer:
                 log.error("%s", refusal.message)
 
     async def close(self) -> None:
-        """Waits for the checkpoint that is being written."""
+        """Waits until the checkpoint that is being written is finished, and then ends the thread."""
         async with self._turn:
             self._thread.shutdown()
 
     async def listed(self, verify: bool = False) -> list[Checkpoint]:
-        """All checkpoints, the newest first. With `verify` every byte is read.
+        """Lists all checkpoints, the newest first. With `verify`, reads every byte of them to find damage.
 
-        If several clients ask for that, still only one file is read at a time.
+        Only one checkpoint is verified at a time, even if several clients ask for it.
         """
         listed = await asyncio.to_thread(self.directory.list)
         if not verify:
@@ -104,35 +106,38 @@ class Checkpointer:
         return [entry for entry in verified if entry is not None]
 
     async def write(self, name: str = "") -> Checkpoint:
-        """Writes a checkpoint, in the place of any checkpoint of this name. Without a `name` the time is the name.
+        """Writes a checkpoint, in place of any older checkpoint with this name. Without `name`, the time is the name.
 
         A checkpoint that has begun is finished even if its client goes away. If the client goes away while another
-        checkpoint is being written, this one never begins. Raises Refused for a bad name, or if the disk cannot hold
-        the checkpoint. Then nothing has changed on the disk.
+        checkpoint is being written, its own checkpoint never begins. Raises Refused if the name is bad, or if the disk
+        cannot hold the checkpoint. Then nothing has changed on the disk.
         """
         if name:
             self.directory.file(name)  # raises Refused for a bad name
         await self._turn.acquire()
-        # A task of its own, shielded below, so that a cancelled call does not end the checkpoint.
+        # The checkpoint is written by a task of its own. If this call is cancelled, `shield` keeps the task running.
         self._task = asyncio.create_task(self._make(name))
         self._task.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(self._task)
 
     async def _make(self, name: str) -> Checkpoint:
-        """Writes a checkpoint in a folder beside its path, seals the file, and moves it to its path. Raises Refused."""
+        """Writes a checkpoint into a folder beside its path, and seals the file, which moves it to the path.
+
+        Raises Refused if the checkpoint cannot be written.
+        """
         began = time.monotonic()
         try:
-            created = await asyncio.to_thread(self._time)
+            created = await asyncio.to_thread(self._new_time)
             name = name or own_name(created)
             path = self.directory.file(name)
             folder = path.with_name(path.name + PARTIAL)
-            # A server that was killed may have left a part of a checkpoint there.
+            # The folder exists already if a server was killed while it wrote this checkpoint.
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             folder.mkdir(parents=True)
             try:
                 partial = folder / "data.mdb"
                 if self._copy is None:
-                    await self._copy_memory(folder)  # makes `partial` in the folder
+                    await self._copy_memory(folder)  # writes the file `partial`
                 else:
                     await self._copy(partial)
                 checkpoint = await self._in_thread(seal, partial, path, created)
@@ -147,20 +152,20 @@ class Checkpointer:
         log.info("checkpoint %s: %s with %d bytes in %.2f s", path, items, checkpoint.bytes, seconds)
         return checkpoint
 
-    def _time(self) -> float:
-        """The time of a new checkpoint: now, or a moment after the newest checkpoint if that is later.
+    def _new_time(self) -> float:
+        """The time for a new checkpoint: the present time, but at least _SECONDS_APART after the newest checkpoint.
 
-        If the wall clock was set back, a checkpoint with the time of now would count as old. It would be removed first,
-        and would not be `latest`.
+        If the wall clock was set back, the present time may be before the times of older checkpoints. With this time,
+        the new checkpoint would be the first to be removed, and would not be `latest`.
         """
-        latest = max((entry.created for entry in self.directory.list() if not entry.problem), default=0.0)
-        return max(time.time(), latest + _APART)
+        times = [entry.created for entry in self.directory.list() if not entry.problem]
+        return max(time.time(), max(times, default=0.0) + _SECONDS_APART)
 
     async def _copy_memory(self, folder: Path) -> None:
         """Writes a data directory in `folder`, with the state of the buffer at the moment of the last `collect`.
 
-        Of the remembered ids, all known keys are written. Acknowledged and requeued batches and answers to requests are
-        written only if they are remembered during this call.
+        This includes all known keys of inserts. Of the other remembered ids (acknowledged batches, requeued batches and
+        answers to requests), it includes only those that the buffer adds during this call.
         """
         buffer = self._buffer
         copy = await self._in_thread(LmdbStorage, folder)
@@ -169,21 +174,21 @@ class Checkpointer:
         try:
             # The collector notes only changes from now on. So the known keys are written here, and all items are
             # declared as changed.
-            known = list(buffer.known_keys)
-            for start in range(0, len(known), _KEYS_PER_YIELD):
-                some_keys = known[start : start + _KEYS_PER_YIELD]
-                # Leaves out keys that were forgotten while the keys before them were written.
+            known_keys = list(buffer.known_keys)
+            for start in range(0, len(known_keys), _KEYS_PER_YIELD):
+                some_keys = known_keys[start : start + _KEYS_PER_YIELD]
+                # `remembered_ids` leaves out keys that the buffer forgot while the keys before them were written.
                 entry = collector.remembered_ids(buffer.known_keys.kind, some_keys)
                 await self._commit(copy, Delta(remembered=[entry]))
             keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
-            await self._in_thread(keys.sort)  # LMDB fills its pages if keys come in ascending order
+            await self._in_thread(keys.sort)  # LMDB fills its pages only if the keys come in ascending order
             collector.changed(keys)
-            for rounds in count(1):
-                # Slices are written one by one while clients change items. `collect` has what has changed meanwhile.
+            for round_number in count(1):
+                # Clients change items while the slices are written one by one. `collect` returns these changes.
                 for delta in collector.slices():
                     await self._commit(copy, delta)
-                # `collect` takes all pending items at one moment, so the last round should have few of them.
-                is_last = collector.pending() <= _LAST_ITEMS or rounds > _MOST_ROUNDS
+                # `collect` handles all pending items at one moment, so few of them should be left in the last round.
+                is_last = collector.pending() <= _ITEMS_IN_LAST_ROUND or round_number > _MOST_ROUNDS
                 delta = collector.collect()
                 await self._commit(copy, delta)
                 collector.written(delta)
@@ -194,17 +199,18 @@ class Checkpointer:
             await self._in_thread(copy.close)
 
     async def _commit(self, copy: LmdbStorage, delta: Delta) -> None:
-        """Writes a delta that was collected just now, with the payloads that the copy lacks or that have grown."""
+        """Writes a delta that was collected just now, with those payloads that the copy lacks or that have grown."""
         keys: list[int] = delta.items.items["key"].tolist()
         sizes: list[int] = delta.items.items["nbytes"].tolist()
         payloads = self._buffer.storage.get(keys, sizes)
         await self._in_thread(_write, copy, delta, keys, sizes, payloads)
         self._unsynced += sum(sizes)
-        if self._unsynced >= _SYNC:
+        if self._unsynced >= _BYTES_PER_SYNC:
             self._unsynced = 0
             await self._in_thread(copy.sync)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        """Runs `work` on the thread of this checkpointer, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
@@ -212,29 +218,30 @@ def _write(
     copy: LmdbStorage, delta: Delta, keys: Sequence[int], sizes: Sequence[int], payloads: Sequence[Payload]
 ) -> None:
     """Writes a delta, and those payloads that the copy does not have in this size yet. Runs on a thread."""
-    copy.delete(delta.removed)  # also keys that the copy never had, which has no effect
+    copy.delete(delta.removed)  # has no effect on keys that the copy never had
     written_sizes = copy.sizes(keys)
     missing: Sequence[int] = range(len(keys))
     if written_sizes:
         missing = [index for index, key in enumerate(keys) if written_sizes.get(key) != sizes[index]]
     copy.put([keys[index] for index in missing], [payloads[index] for index in missing])
-    copy.commit(delta, copy.begin_commit())  # if this raises lmdb.Error, the whole checkpoint is given up
-    copy.end_commit(None)
+    new_payloads = copy.begin_commit()
+    copy.commit(delta, new_payloads)  # if this raises lmdb.Error, the whole checkpoint is given up
+    copy.end_commit(None)  # the commit has ended without an error
 
 
 def restore_into_memory(buffer: ReplayBuffer, checkpoint: Checkpoint) -> None:
-    """Fills a new buffer, whose storage holds payloads in memory, from a checkpoint."""
+    """Fills a new buffer from a checkpoint. The storage of the buffer holds payloads in memory."""
     file = LmdbFile(checkpoint.path, subdir=False, readonly=True, lock=False)
     state = file.load()
     keys = state.items.items["key"].tolist()
     sizes = state.items.items["nbytes"].tolist()
-    damaged: list[int] = []
+    damaged_keys: list[int] = []
     for rows in read_slices(sizes):
-        payloads = file.read(keys[rows], sizes[rows])
-        damaged += [key for key, payload in zip(keys[rows], payloads, strict=True) if payload is None]
-        # `restore` needs a payload for each item. Damaged items are discarded after that.
+        payloads = file.read(keys[rows], sizes[rows])  # None for each damaged payload
+        damaged_keys += [key for key, payload in zip(keys[rows], payloads, strict=True) if payload is None]
+        # `restore` needs a payload for each item, so damaged payloads become empty. Their items are discarded below.
         buffer.storage.put(keys[rows], [payload or () for payload in payloads])
     file.close()
     restore(buffer, state)
-    buffer.discard([key for key in damaged if key in buffer.items])  # `restore` may have dropped some of them
+    buffer.discard([key for key in damaged_keys if key in buffer.items])  # `restore` may have dropped some of the items
     log.info("restored %s from checkpoint %s", counted(len(buffer.items), "item"), checkpoint.path)

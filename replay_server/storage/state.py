@@ -1,8 +1,8 @@
 """State: turns the changes of a buffer into records, and fills a new buffer from the records of an older one.
 
 Outstanding batches are recorded as if they had not been drawn. After a crash no reader can acknowledge them any more,
-so their items are in their table again. Leased batches are the exception: a lease has a record of its own, by which the
-restarted server draws the batch again.
+so the restarted server has their items in their tables again. Leased batches are the exception: a lease has a record of
+its own, and from this record the restarted server draws the batch again.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from replay_server.tables.table import Table
 log = logging.getLogger("replay_server")
 
 ITEMS_PER_SLICE = 1024
-"""Items whose records are collected before other requests run. This number takes some 3 ms of CPU."""
+"""The number of items whose records are collected at once, before other requests run. It takes some 3 ms of CPU."""
 _NO_OWNERS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, ROW)
 _REPORTED = (SCOPE, LEASE)
-"""The first bytes of the names of state records whose changes the buffer reports. The collector finds the changes of
-all other state records itself: it compares them with the records last written."""
+"""The first bytes of the names of the state records whose changes the buffer reports. Of all other state records, the
+collector itself finds those that have changed: it compares them with the records last written."""
 
 
 class ChangeCollector:
-    """Collects changes of a buffer, as one of its watchers.
+    """Collects the changes of a buffer, as one of its watchers, and makes Deltas of them.
 
-    Each Delta leads from the state recorded last to the present state.
+    The Delta of `collect`, together with the slices before it, leads from the state recorded last to the present state.
     """
 
     def __init__(self, buffer: ReplayBuffer, state: State | None = None) -> None:
@@ -73,39 +73,39 @@ class ChangeCollector:
         """The keys of items that have changed since they were last collected."""
         self._many_changed: list[KeyArray] = []
         """As `_changed`, for changes of many items at once: one array of keys for each such change."""
-        # The first Delta contains all leases. It also deletes outdated records of scopes. The name "", which no scope
-        # has, makes it look for them.
+        # The first Delta must delete the outdated records of scopes. `_state_records` looks for them only if a scope
+        # has changed, so the collector begins with the changed scope "", a name that no scope has.
         self._changed_scopes = {(name, "") for name in buffer.tables}
-        self._changed_leases = set(buffer.outstanding.leased)
-        self._scopes = {(table, scope): name for name, (table, scope, _) in state.named(SCOPE).items()}
-        """By table and scope: the name of the record of the scope."""
-        # A checkpoint of a server in memory begins without a recorded state, when scopes were used already.
-        self._changed_scopes |= self._present_scopes() - self._scopes.keys()
-        self._remembered: dict[str, list[int]] = {kind: [] for kind in buffer.remembered}
-        """The remembered ids that are in no record yet."""
-        self._ends: dict[str, deque[tuple[bytes, int]]] = {kind: deque() for kind in buffer.remembered}
-        """By kind of remembered ids: the name of each record and the newest id in it, the oldest record first. When the
-        buffer has forgotten that id, the record is deleted."""
-        self._add_ends(RememberedIds.all_of(state))
+        self._changed_leases = set(buffer.outstanding.leased)  # the first Delta contains all leases
+        self._scope_record_names = {(table, scope): name for name, (table, scope, _) in state.named(SCOPE).items()}
+        """(table, scope) -> the name of the record of this scope."""
+        # A server in memory begins a checkpoint without a recorded state, but its tables may have scopes already.
+        self._changed_scopes |= self._present_scopes() - self._scope_record_names.keys()
+        self._unrecorded_ids: dict[str, list[int]] = {kind: [] for kind in buffer.remembered}
+        """Kind of remembered ids -> the ids that are in no record yet."""
+        self._id_records: dict[str, deque[tuple[bytes, int]]] = {kind: deque() for kind in buffer.remembered}
+        """Kind of remembered ids -> (name, newest id) of each record, the oldest record first. A record is deleted when
+        the buffer has forgotten its newest id."""
+        self._note_id_records(RememberedIds.all_of(state))
         self._unwritten: dict[bytes, bytes | None] = dict.fromkeys(state.damaged)
-        """Changes of state records that the next Delta has to repeat, because they could not be written. At first: the
-        deletion of damaged records."""
+        """Changes of state records that the next Delta has to contain, because they could not be written. At first,
+        these are the deletions of damaged records."""
         self._written: dict[bytes, bytes] = {}
         """The state records that were last written, except the records of scopes, leases and remembered ids."""
         for name, record in state.state_records.items():
             if not name.startswith((*_REPORTED, REMEMBERED)):
                 self._written[name] = record
-        self._numbers = count(_first_free_number(state))
+        self._record_numbers = count(_first_free_number(state))
         """The numbers for new records of scopes and remembered ids."""
-        self._tables = _numbers_of_tables(buffer, state)
-        """The numbers of the tables in the records of rows, by name."""
+        self._table_numbers = _numbers_of_tables(buffer, state)
+        """Name of a table -> the number of the table in the records of rows."""
         self.changed(state.skipped)  # the first Delta deletes the records of damaged items
 
     # ------------------------------------------------------------------------------------------------ watching
     # The methods of a Watcher, which the buffer calls.
 
     def changed(self, keys: Iterable[int] | KeyArray) -> None:
-        """Notes that the records of these items may no longer be true."""
+        """Notes that the records of these items may be outdated."""
         if isinstance(keys, np.ndarray):
             if keys.size > ITEMS_PER_SLICE:  # to add a million keys to a set would hold up all clients
                 self._many_changed.append(keys)
@@ -114,7 +114,7 @@ class ChangeCollector:
         self._changed.update(keys)
 
     def remembered(self, kind: str, ids: Iterable[int]) -> None:
-        self._remembered[kind].extend(ids)
+        self._unrecorded_ids[kind].extend(ids)
 
     def scope_changed(self, table: str, scope: str) -> None:
         self._changed_scopes.add((table, scope))
@@ -125,13 +125,14 @@ class ChangeCollector:
     # ------------------------------------------------------------------------------------------------ collecting
 
     def slices(self) -> Iterator[Delta]:
-        """Yields the records of some changed items at a time, until few enough are left for one call of `collect`.
+        """Yields slices until few enough changed items are left for one call of `collect`.
 
-        Each slice has the state of the moment in which it is asked for. If an item of a slice changes again, `collect`
-        has the item too. All slices and the Delta of `collect` after them therefore lead to the state of the moment of
-        `collect`. Only all of them together are a consistent state.
+        A slice is a Delta with the records of some changed items, as of the moment in which the caller asks for the
+        slice. If an item changes after its slice, a later slice or the Delta of `collect` has the item again. So all
+        slices, and then the Delta of `collect`, lead to the state at the moment of `collect`. Without this Delta, the
+        slices are no consistent state.
         """
-        # At most twice as many slices as are needed now, because items may change as fast as they are collected.
+        # Items may change as fast as they are collected. So there are at most twice as many slices as are needed now.
         for _ in range(2 * self.pending() // ITEMS_PER_SLICE):
             if self.pending() <= ITEMS_PER_SLICE:
                 return
@@ -144,83 +145,91 @@ class ChangeCollector:
                 yield self._items_delta({self._changed.pop() for _ in range(ITEMS_PER_SLICE)})
 
     def _items_delta(self, keys: Collection[int]) -> Delta:
-        """The records of these items as of now. Items without a record are listed as removed."""
+        """The records of these items as of now. Items that need no record any more are listed as removed."""
         present = sorted(key for key in keys if key in self._buffer.items)
         items = self.item_records(np.array(present, dtype=np.uint64))
         removed: list[int] = []
-        if len(items) < len(keys):  # items are gone, or are in no table any more and held only by outstanding batches
+        if len(items) < len(keys):  # some items are gone, or only outstanding batches hold them
             recorded: list[int] = items.items["key"].tolist()
             removed = sorted(set(keys).difference(recorded))
         return Delta(items, removed)
 
     def collect(self) -> Delta:
-        """Everything that changed since the last call, as of now."""
+        """Returns all changes that no Delta has yet, as of now."""
         keys = self._changed
         self._changed = set()  # for changes after this call
         for many_keys in self._many_changed:
             keys.update(many_keys.tolist())
         self._many_changed.clear()
         delta = self._items_delta(keys)
-        # A record that has changed once more replaces the change that could not be written.
-        delta.state_records = self._unwritten | dict(self._state_records())
+        changed_records = dict(self._state_records())
+        # If a record has changed since its last change could not be written, the newer change is taken.
+        delta.state_records = self._unwritten | changed_records
         self._unwritten = {}
-        for kind, ids in self._remembered.items():
+        for kind, ids in self._unrecorded_ids.items():
             if ids:
-                self._remembered[kind] = []
+                self._unrecorded_ids[kind] = []
                 entry = self.remembered_ids(kind, ids)
                 if entry.ids:  # empty if all of the ids are forgotten already
                     delta.remembered.append(entry)
             remembered = self._buffer.remembered[kind]
-            ends = self._ends[kind]
+            id_records = self._id_records[kind]
             # Ids are forgotten oldest first: if the newest id of a record is forgotten, all its ids are.
-            while ends and ends[0][1] not in remembered:
-                name, _ = ends.popleft()
+            while id_records:
+                name, newest_id = id_records[0]
+                if newest_id in remembered:
+                    break
+                id_records.popleft()
                 delta.state_records[name] = None
         return delta
 
     def remembered_ids(self, kind: str, ids: Iterable[int]) -> RememberedIds:
-        """A new record with the `ids` that are still remembered."""
+        """Makes a new record of those `ids` that are still remembered."""
         remembered = self._buffer.remembered[kind]
         still_remembered = [id for id in ids if id in remembered]
+        answers: list[Any] | None = None
+        if remembered.has_bytes:
+            answers = [remembered.get(id) for id in still_remembered]
         return RememberedIds(
-            name=REMEMBERED + NUMBER % next(self._numbers),
+            name=REMEMBERED + NUMBER % next(self._record_numbers),
             kind=kind,
             ids=still_remembered,
-            answers=[remembered.get(id) for id in still_remembered] if remembered.has_bytes else None,
+            answers=answers,
         )
 
     def pending(self) -> int:
-        """The most items that the next Delta can have."""
+        """The most items that the next Delta can have. An item that changed several times may count several times."""
         return len(self._changed) + sum(keys.size for keys in self._many_changed)
 
     def written(self, delta: Delta) -> None:
-        """Notes that `delta` is written, so that later ones leave out what has not changed since."""
+        """Notes that `delta` is written, so that later Deltas leave out what has not changed since then."""
         for name, record in delta.state_records.items():
             if record is None:
                 self._written.pop(name, None)
             elif not name.startswith(_REPORTED):
                 self._written[name] = record
-        self._add_ends(delta.remembered)
+        self._note_id_records(delta.remembered)
 
-    def _add_ends(self, entries: Iterable[RememberedIds]) -> None:
-        """Notes that these records are written."""
+    def _note_id_records(self, entries: Iterable[RememberedIds]) -> None:
+        """Notes that these records of remembered ids are written."""
         for entry in entries:
             newest_id = entry.ids[-1]
-            self._ends[entry.kind].append((entry.name, newest_id))
+            self._id_records[entry.kind].append((entry.name, newest_id))
 
     def not_written(self, delta: Delta) -> None:
         """Notes that `delta` could not be written, so that the next Delta contains its changes.
 
-        Call this for slices before the Delta of `collect`: it replaces `_unwritten`, and slices have no state records.
+        If slices and the Delta of `collect` could not be written, call this for the slices first. Each call replaces
+        the state records that the next Delta has to contain, and slices have no state records.
         """
         self.changed(delta.items.items["key"].astype(np.uint64))
         self.changed(delta.removed)
-        # The next Delta makes a new record of the ids, because the buffer may forget some of them meanwhile, when it
-        # rolls inserts back.
+        # The next Delta makes a new record of these ids, because the buffer may have forgotten some of them by then: it
+        # forgets the keys of inserts that it rolls back. They go before all ids that were noted since, which are newer.
         for entry in delta.remembered:
-            self._remembered[entry.kind][:0] = entry.ids
-        # Only deletions and the records whose changes the buffer reports must be kept. The next Delta contains all
-        # other records anyway, because they differ from the records last written.
+            self._unrecorded_ids[entry.kind][:0] = entry.ids
+        # Only deletions, and the records whose changes the buffer reports, must be kept. All other records differ from
+        # the records last written, so the next Delta contains them in any case.
         self._unwritten = {
             name: record for name, record in delta.state_records.items() if record is None or name.startswith(_REPORTED)
         }
@@ -231,27 +240,30 @@ class ChangeCollector:
         Items that only batches hold are left out.
         """
         buffer = self._buffer
-        table_owners, rows = self._rows_in_tables(keys)
+        table_owners, table_rows = self._rows_in_tables(keys)
         assert table_owners.size == 0 or table_owners.max() < keys.size, "a row belongs to no item"
         in_a_table = np.zeros(keys.size, dtype=np.bool_)
         in_a_table[table_owners] = True
-        # (n,): the index of each item when items in no table are left out. Meaningless for the latter.
+        # (n,): the index that each item in a table has after the other items are left out. The entries of these other
+        # items mean nothing.
         new_index = np.cumsum(in_a_table) - 1
-        keys = keys[in_a_table]
-        items = list(map(buffer.items.__getitem__, keys.tolist()))
+        kept_keys = keys[in_a_table]
+        items = list(map(buffer.items.__getitem__, kept_keys.tolist()))
         forwarded_owners, forwarded_rows = self._forwarded_rows(items)
+        rows = np.concatenate([table_rows, forwarded_rows], dtype=ROW)
         owners = np.concatenate([new_index[table_owners], forwarded_owners])
         order = np.argsort(owners, kind="stable")  # sorts all rows by their items
 
-        heads = np.zeros(keys.size, dtype=ITEM)
-        heads["key"] = keys
+        heads = np.zeros(kept_keys.size, dtype=ITEM)
+        heads["key"] = kept_keys
         for name in ("policy_version", "nbytes", "inserted_at"):
-            heads[name] = np.fromiter(map(attrgetter(name), items), dtype=ITEM[name], count=len(items))
+            values = map(attrgetter(name), items)
+            heads[name] = np.fromiter(values, dtype=ITEM[name], count=len(items))
         heads["inserted_at"] += self._offset
         for extension in buffer.extensions:
             marked = extension.marked  # the keys of the items that the extension has marked, because they hold permits
             if marked:
-                is_marked = [key in marked for key in keys.tolist()]
+                is_marked = [key in marked for key in kept_keys.tolist()]
                 heads["permit"][is_marked] = extension.mark
         packed_labels: list[bytes] = []
         if buffer.items.labelled:
@@ -259,43 +271,47 @@ class ChangeCollector:
             heads["labels"] = list(map(len, packed_labels))
         return ItemRecords(
             items=heads,
-            rows=np.concatenate([rows, forwarded_rows], dtype=ROW)[order],
+            rows=rows[order],
             owners=owners[order],
             labels=np.frombuffer(b"".join(packed_labels), np.uint8),
         )
 
     def _rows_in_tables(self, keys: KeyArray) -> tuple[IntArray, npt.NDArray[np.void]]:
-        """The owner (m,) of each row, as an index in `keys` (n,), and the rows (m,) that these keys have in tables."""
+        """Returns (owners, rows) for the rows (m,) that the items of `keys` (n,) have in tables.
+
+        The owner (m,) of a row is the index in `keys` of its item.
+        """
         owners = [_NO_OWNERS]
         rows = [_NO_ROWS]
         for table in self._buffer.tables.values():
-            # `rows_in_table` leaves the number of the table open, and its times are of the buffer's clock.
             table_owners, table_rows = rows_in_table(self._buffer, table, keys)
             if table_owners.size:
-                table_rows["table"] = self._tables[table.name]
+                # `rows_in_table` does not fill the column `table`, and its times are of the buffer's clock.
+                table_rows["table"] = self._table_numbers[table.name]
                 table_rows["inserted_at"] += self._offset
                 owners.append(table_owners)
                 rows.append(table_rows)
         return np.concatenate(owners), np.concatenate(rows, dtype=ROW)
 
     def _forwarded_rows(self, items: Sequence[Item]) -> tuple[IntArray, npt.NDArray[np.void]]:
-        """One row for each table that has forwarded an item: the owners (m,), as indexes in `items`, and the rows (m,).
+        """Returns (owners, rows), with one row (m,) for each item and each table that has forwarded the item.
 
-        These rows stand for no row of a table. After a restart they say that the table must not forward the item again.
+        The owner (m,) of a row is the index in `items` of its item. Such a row does not say that the item is in the
+        table. It says that the table must not forward the item again after a restart.
         """
         owners: list[int] = []
-        tables: list[int] = []
+        table_numbers: list[int] = []
         for index, item in enumerate(items):
             for name in item.forwarded:
                 owners.append(index)
-                tables.append(self._tables[name])
-        rows = np.zeros(len(tables), dtype=ROW)
-        rows["table"] = tables
+                table_numbers.append(self._table_numbers[name])
+        rows = np.zeros(len(table_numbers), dtype=ROW)
+        rows["table"] = table_numbers
         rows["kind"] = FORWARDED
         return np.array(owners, dtype=np.int64), rows
 
     def _state_records(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """Yields name and bytes of each state record that has changed; None in the place of the bytes deletes it."""
+        """Yields name and bytes of each state record that has changed. None in the place of the bytes deletes it."""
         buffer = self._buffer
         policy = buffer.policy
         values: dict[bytes, Any] = {
@@ -303,12 +319,15 @@ class ChangeCollector:
             POLICY: [policy.version, policy.weights, policy.set_at + self._offset],
         }
         for table_name, table in buffer.tables.items():
-            # Counters, rate limiter and random state of the table, and its name: the record's name has only a number.
-            values[TABLE + b"%d" % self._tables[table_name]] = table.state_dict()
+            number = self._table_numbers[table_name]
+            # The counters, the rate limiter and the random state of the table. The name of the table is there, too,
+            # because the name of the record has only the number of the table.
+            values[TABLE + b"%d" % number] = table.state_dict()
         for extension in buffer.extensions:
             if extension.record:
                 values[extension.record] = extension.state_dict(self._offset)
-        for name in self._written.keys() - values.keys():  # of tables and extensions that are no longer configured
+        # The records of tables and extensions that are no longer configured are deleted.
+        for name in self._written.keys() - values.keys():
             yield name, None
         for name, value in values.items():
             record = pack(value)
@@ -327,12 +346,14 @@ class ChangeCollector:
         if seconds is None:
             return None
         table, batch = outstanding.by_id[batch_id]
-        # A reset of the table begins a new epoch, and removes the items of earlier batches.
-        keys = batch.keys if batch.epoch == table.epoch else batch.keys[:0]
-        return pack([batch_id, table.name, batch.scope, seconds, keys.astype("<u8").tobytes()])
+        keys = batch.keys
+        if batch.epoch != table.epoch:  # a reset has begun a new epoch, and has removed the items of this batch
+            keys = keys[:0]
+        packed_keys = keys.astype("<u8").tobytes()
+        return pack([batch_id, table.name, batch.scope, seconds, packed_keys])
 
     def _present_scopes(self) -> set[tuple[str, str]]:
-        """The scopes that the tables remember, each with the name of its table."""
+        """(table name, scope) for each scope that a table remembers."""
         present = set()
         for table in self._buffer.tables.values():
             for scope in table.scopes:
@@ -340,31 +361,35 @@ class ChangeCollector:
         return present
 
     def _scope_records(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """Yields the changes of records of scopes: the deletions of outdated records, and new records in their place.
+        """Yields the deletion of each outdated record of a scope, and a new record of each changed scope.
 
-        A changed scope gets a new record, because the order of the names is the order in which scopes are restored.
-        Scopes that have changed since the same Delta get their new records in any order.
+        Scopes are restored in the order of the names of their records, and the scope used last must come last. So a
+        changed scope gets a new record, with a new highest number in its name. Scopes that have changed between the
+        same two Deltas get their new records in any order.
         """
         changed = self._changed_scopes
         self._changed_scopes = set()
         buffer = self._buffer
         present = self._present_scopes()
         # The records of scopes that the tables have forgotten, and the old records of changed scopes.
-        outdated = (self._scopes.keys() - present) | (self._scopes.keys() & changed)
+        outdated = (self._scope_record_names.keys() - present) | (self._scope_record_names.keys() & changed)
         for table_and_scope in outdated:
-            yield self._scopes.pop(table_and_scope), None
-        for name, scope in changed & present:
-            table = buffer.tables[name]
+            record_name = self._scope_record_names.pop(table_and_scope)
+            yield record_name, None
+        for table_name, scope in changed & present:
+            table = buffer.tables[table_name]
             # Outstanding batches are recorded as if they had not been drawn.
-            keys_given_out = table.scopes.keys_under(scope) - buffer.outstanding.drawn_in_scope(table, scope)
-            record = SCOPE + NUMBER % next(self._numbers)
-            self._scopes[name, scope] = record
-            yield record, pack([name, scope, np.array(sorted(keys_given_out), dtype="<u8").tobytes()])
+            keys = table.scopes.keys_under(scope) - buffer.outstanding.drawn_in_scope(table, scope)
+            packed_keys = np.array(sorted(keys), dtype="<u8").tobytes()
+            record_name = SCOPE + NUMBER % next(self._record_numbers)
+            self._scope_record_names[table_name, scope] = record_name
+            yield record_name, pack([table_name, scope, packed_keys])
 
 
 def _first_free_number(state: State) -> int:
-    """The number after the highest number in the names of recorded scopes and remembered ids."""
-    names = state.values.keys() | state.damaged  # `values` sets `damaged`: a damaged record has a number, too
+    """The number after the highest number in the names of records of scopes and of remembered ids."""
+    # `state.values` comes first, because it fills `state.damaged`. Damaged records have numbers, too.
+    names = state.values.keys() | state.damaged
     highest = 0
     for name in names:
         if name.startswith((SCOPE, REMEMBERED)):
@@ -374,17 +399,21 @@ def _first_free_number(state: State) -> int:
 
 
 def _numbers_of_tables(buffer: ReplayBuffer, state: State) -> dict[str, int]:
-    """A number for each table of the buffer: the recorded number or, for a new table, a free one."""
+    """Table name -> number, for each table of the buffer: the recorded number or, for a new table, a free number."""
     recorded = {name: number for number, name in state.tables.items()}
     first_free = max(state.tables, default=0) + 1
-    return {name: recorded.get(name, first_free + index) for index, name in enumerate(buffer.tables)}
+    numbers: dict[str, int] = {}
+    for index, name in enumerate(buffer.tables):
+        free = first_free + index  # no other table of the buffer gets this number
+        numbers[name] = recorded.get(name, free)
+    return numbers
 
 
 def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[IntArray, npt.NDArray[np.void]]:
-    """The owner (m,) of each row, as an index in `keys` (n,), and the rows (m,) that `table` has or retains of them.
+    """Returns (owners, rows) for the rows (m,) that `table` has or retains of the items of `keys` (n,).
 
-    The rows are as if outstanding batches were requeued. Times are seconds of the server's clock. The caller fills the
-    column `table`.
+    The owner (m,) of a row is the index in `keys` of its item. The rows are as if outstanding batches were requeued.
+    Times are seconds of the buffer's clock. The caller fills the column `table`.
     """
     columns = table.columns
     retained = columns.retained
@@ -395,19 +424,24 @@ def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[I
     owners = np.flatnonzero(slots >= 0)
     if not owners.size:
         return owners, _NO_ROWS
+    row_slots = slots[owners]
+    row_keys = keys[owners]
     rows = np.zeros(owners.size, dtype=ROW)
     for name in ("order", "times_sampled", "priority", "inserted_at"):
-        rows[name] = getattr(columns, name)[slots[owners]]
-    drawn, times = buffer.outstanding.drawn(table)  # keys, ascending, and how often each was drawn
-    if drawn.size:  # takes the draws of outstanding batches back
-        # For each row, the index in `drawn` at which its key would be. Another key there: no batch has the row.
-        at = np.searchsorted(drawn, keys[owners]).clip(max=drawn.size - 1)
-        rows["times_sampled"] -= np.where(drawn[at] == keys[owners], times[at], 0)
+        rows[name] = getattr(columns, name)[row_slots]
+    drawn_keys, draws = buffer.outstanding.drawn(table)  # the keys are ascending
+    if drawn_keys.size:
+        # Subtract the draws of outstanding batches. `indexes` (m,) is where `drawn_keys` has the key of each row. If
+        # another key is there, no outstanding batch has the row.
+        indexes = np.searchsorted(drawn_keys, row_keys).clip(max=drawn_keys.size - 1)
+        is_drawn = drawn_keys[indexes] == row_keys
+        rows["times_sampled"] -= np.where(is_drawn, draws[indexes], 0)
     history = History.of(buffer) if retained else None
     if history is not None:
-        for row, key in enumerate(keys[owners].tolist()):
+        for row, key in enumerate(row_keys.tolist()):
             if key in retained:
-                # A retained row was consumed by its only draw, so this column has room for the number of consumption.
+                # A retained row was drawn exactly once. So its `times_sampled` need not be recorded, and this field has
+                # the number of its consumption instead.
                 consumed = history.rows[table.name, key]
                 rows["times_sampled"][row] = consumed.number
                 rows["kind"][row] = RETAINED_WITH_PERMIT if consumed.permit else RETAINED
@@ -415,10 +449,10 @@ def rows_in_table(buffer: ReplayBuffer, table: Table, keys: KeyArray) -> tuple[I
 
 
 def restore(buffer: ReplayBuffer, state: State) -> None:
-    """Fills a new buffer from a state. Items that do not fit the buffer's configuration are dropped or evicted, and
-    logged.
+    """Fills a new buffer from a state.
 
-    Raises ValueError if a record is damaged that the server needs.
+    Drops or evicts items that do not fit the buffer's configuration, and logs how many. Raises ValueError if a record
+    is damaged that the server needs.
     """
     now = buffer.clock()
     values = state.values
@@ -433,9 +467,10 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
             buffer.tables[value["name"]].load_state_dict(value)
     for extension in buffer.extensions:
         extension.load_state_dict(values.get(extension.record), offset, buffer.policy.version)
-    for table_name, scope, keys in state.named(SCOPE).values():
+    for table_name, scope, packed_keys in state.named(SCOPE).values():
         if table_name in buffer.tables:
-            buffer.tables[table_name].scopes.load(scope, np.frombuffer(keys, dtype="<u8").tolist())
+            scope_keys = np.frombuffer(packed_keys, dtype="<u8").tolist()
+            buffer.tables[table_name].scopes.load(scope, scope_keys)
     _restore_items(buffer, state, offset)
     for entry in RememberedIds.all_of(state):
         remembered = buffer.remembered[entry.kind]
@@ -444,11 +479,12 @@ def restore(buffer: ReplayBuffer, state: State) -> None:
         else:
             for id, answer in zip(entry.ids, entry.answers, strict=True):
                 remembered.load([id], tuple(answer))
-    # Leased batches are drawn before the tables drop items that are stale or too many, because their readers may use
-    # the items already.
-    for batch_id, table_name, scope, seconds, keys in state.named(LEASE).values():
-        leased = np.frombuffer(keys, dtype="<u8").astype(np.uint64)
-        buffer.outstanding.restore_lease(batch_id, buffer.tables.get(table_name), leased, scope, seconds)
+    # The readers of leased batches may be using the items already. So these batches are drawn first, and only then the
+    # tables drop items that are stale or too many.
+    for batch_id, table_name, scope, seconds, packed_keys in state.named(LEASE).values():
+        table_of_lease = buffer.tables.get(table_name)
+        keys = np.frombuffer(packed_keys, dtype="<u8").astype(np.uint64)
+        buffer.outstanding.restore_lease(batch_id, table_of_lease, keys, scope, seconds)
     _fit_to_configuration(buffer)
     buffer.items.freed = False  # no insert waits for the bytes that were freed so far
     buffer.damaged += len(state.skipped)
@@ -462,16 +498,17 @@ def _fit_to_configuration(buffer: ReplayBuffer) -> None:
     for extension in buffer.extensions:
         extension.reconcile()
     for table in buffer.tables.values():
-        size = table.size
-        lost = table.reconcile()  # items that the counters count, and that were not loaded; also evicts
+        size_before = table.size
+        # Evicts items. Returns the number of items that the counters count, but that were not loaded.
+        lost = table.reconcile()
         if lost:
             log.warning("table %r: %s lost", table.name, counted(lost, "item"))
-        evicted = size - table.size
+        evicted = size_before - table.size
         if evicted:
             log.warning("table %r: %s evicted, for its bounds are lower now", table.name, counted(evicted, "item"))
         table.drop_stale()
-    nbytes = buffer.items.bytes
-    # Both log lines have the form of `why_full`: the bytes here + the bytes to come (0) > max_bytes.
+    bytes_before = buffer.items.bytes
+    # Both log lines have the form of `why_full`: the bytes of the items + the bytes to come (0) > max_bytes.
     why_full = buffer.items.why_full(0, buffer.trained)
     if why_full:  # eviction cannot make the items fit, so nothing is evicted
         log.warning("%s: 0 items evicted, for too few can be", why_full)
@@ -479,13 +516,13 @@ def _fit_to_configuration(buffer: ReplayBuffer) -> None:
     evicted = buffer.items.make_room(buffer.trained)
     if evicted:
         items = counted(evicted, "item")
-        log.warning("%d bytes + 0 > max_bytes %s: %s evicted", nbytes, buffer.items.max_bytes, items)
+        log.warning("%d bytes + 0 > max_bytes %s: %s evicted", bytes_before, buffer.items.max_bytes, items)
 
 
 def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     """Adds the items of a state, and their rows in tables. Items of tables that are not configured are dropped.
 
-    `offset`: seconds that recorded times are ahead of the buffer's clock.
+    `offset`: the seconds to subtract from recorded times to get times of the buffer's clock.
     """
     now = buffer.clock()
     items = state.items.items
@@ -494,45 +531,51 @@ def _restore_items(buffer: ReplayBuffer, state: State, offset: float) -> None:
     keys = items["key"]
     labels = state.items.labels_of_items()
     holders = np.zeros(keys.size, dtype=np.int64)  # (n,): the number of tables that hold each item
-    names = state.tables  # by the numbers that the rows use
-    # If the clock was set back, a time may lie in the future.
+    table_names = state.tables  # by the numbers that the rows use
+    # If the clock was set back, a time may lie in the future. It then becomes now.
     rows_inserted_at = np.minimum(rows["inserted_at"] - offset, now)
     items_inserted_at: list[float] = np.minimum(items["inserted_at"] - offset, now).tolist()
-    forwarded = rows["kind"] == FORWARDED  # (m,): such rows only say that the table has forwarded the item
-    for number, name in names.items():
-        chosen = np.flatnonzero(~forwarded & (rows["table"] == number))  # the rows of this table
+    is_forwarded = rows["kind"] == FORWARDED  # (m,): such a row only says that the table has forwarded the item
+    for number, name in table_names.items():
+        chosen = np.flatnonzero(~is_forwarded & (rows["table"] == number))  # the indexes of the rows of this table
         if not chosen.size:
             continue
-        chosen = chosen[np.argsort(rows["order"][chosen], kind="stable")]  # in the order of their insertion
-        own = owners[chosen]  # the indexes of their items
+        by_order = np.argsort(rows["order"][chosen], kind="stable")
+        chosen = chosen[by_order]  # in the order in which the rows were inserted
+        chosen_owners = owners[chosen]  # the indexes of their items
         table = buffer.tables.get(name)
         if table is None:
-            dropped = counted(int(own.size), "item")
+            dropped = counted(int(chosen_owners.size), "item")
             log.warning("table %r is not configured any more: %s dropped", name, dropped)
             for watcher in buffer.watchers:  # so that the next Delta rewrites or deletes the records
-                watcher.changed(keys[own].tolist())
+                watcher.changed(keys[chosen_owners].tolist())
             continue
-        holders[own] += 1
-        own_labels = None if labels is None else [labels[owner] for owner in own.tolist()]
-        _restore_rows(buffer, table, items[own], rows[chosen], rows_inserted_at[chosen], own_labels)
+        holders[chosen_owners] += 1
+        chosen_labels: list[Labels] | None = None
+        if labels is not None:
+            chosen_labels = [labels[owner] for owner in chosen_owners.tolist()]
+        _restore_rows(buffer, table, items[chosen_owners], rows[chosen], rows_inserted_at[chosen], chosen_labels)
 
     assert not buffer.items, "a state is restored into a buffer that has items"
     sizes: list[int] = items["nbytes"].tolist()
     versions: list[int] = items["policy_version"].tolist()
     loaded = list(map(Item, sizes, versions, items_inserted_at, holders.tolist()))
-    for owner, number in zip(owners[forwarded].tolist(), rows["table"][forwarded].tolist(), strict=True):
-        if names.get(number) in buffer.tables:
+    forwarded_owners: list[int] = owners[is_forwarded].tolist()
+    forwarded_tables: list[int] = rows["table"][is_forwarded].tolist()
+    for owner, number in zip(forwarded_owners, forwarded_tables, strict=True):
+        if table_names.get(number) in buffer.tables:
             item = loaded[owner]
-            item.forwarded = (*item.forwarded, names[number])
+            item.forwarded = (*item.forwarded, table_names[number])
     buffer.items.update(zip(keys.tolist(), loaded, strict=True))
     if labels is not None:
         buffer.items.label(keys.tolist(), labels)
     for extension in buffer.extensions:
         if extension.mark:
-            extension.load_marked(keys[items["permit"] == extension.mark].tolist())
+            is_marked = items["permit"] == extension.mark
+            extension.load_marked(keys[is_marked].tolist())
     buffer.items.bytes += int(items["nbytes"].sum())  # the bytes of labels were added above, by `label`
-    # Items that are in no table of the configuration are removed. An item leaves when its last holder releases it, so
-    # these items are held for a moment.
+    # Remove the items that are in no table of the configuration. An item is removed when its last holder releases it,
+    # so these items get a holder for a moment.
     unheld = keys[holders == 0].tolist()
     buffer.items.hold(unheld)
     for watcher in buffer.watchers:
@@ -548,12 +591,14 @@ def _restore_rows(
     inserted_at: FloatArray,
     labels: list[Labels] | None,
 ) -> None:
-    """Adds rows (n,) to their table, in their order. `items` (n,) has the item of each row.
+    """Adds rows (n,) to their table, in the order in which they are given. `items` (n,) has the item of each row.
 
-    Retained rows are added as all others, and then retained again, as when they were consumed.
+    Retained rows are first added like all others. Then they are retained again, as they were before the restart.
     """
     keys = items["key"]
     retained = rows["kind"] >= RETAINED
+    # A retained row was drawn once. Its record has the number of its consumption in the place of `times_sampled`.
+    times_sampled = np.where(retained, 1, rows["times_sampled"])
     table.add_rows(
         keys=keys.tolist(),
         priorities=rows["priority"],
@@ -561,7 +606,7 @@ def _restore_rows(
         sizes=items["nbytes"],
         orders=rows["order"],
         inserted_at=inserted_at,
-        times_sampled=np.where(retained, 1, rows["times_sampled"]),  # a retained row has another number there
+        times_sampled=times_sampled,
         labels=labels,
     )
     if retained.any():

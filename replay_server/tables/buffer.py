@@ -3,18 +3,18 @@
 Every operation is a plain function that runs on the event loop from its beginning to its end. It checks its whole
 request first, and then applies all of it. So tables need no locks, and no client sees half of a change.
 
-The insert rules decide whether the rows of an insert enter their tables, wait, or are refused. For a sample, its table
-decides whether the batch may be drawn now. A request that has to wait becomes a Pending in the line of each of its
-tables, and the caller gets the Pending at once. Nobody polls: each operation that changes a table ends with
-`_progress`. `_progress` serves the first request of each line of the table, then the lines of all tables that this
-changes, until no first request can be served. So a wait ends within the operation that makes its end possible. Requests
-are served first come, first served, whatever the event loop runs next. The rule that holds a request back also says
-why, so each wait has a reason in words.
+The insert rules decide whether the rows of an insert enter their tables, wait, or are refused. A table decides whether
+a batch may be drawn from it now. A request that has to wait becomes a Pending in the line of each of its tables, and
+the caller gets the Pending at once. Nobody polls, because each operation that changes a table ends with `_progress`.
+`_progress` serves the first request of each line of the table, then the lines of all tables that this changes, until no
+first request can be served. So a wait ends within the operation that makes its end possible. Requests are served in the
+order in which they came, whatever the event loop runs next. The rule that holds a request back also says why, so each
+wait has a reason in words.
 
 An operation on a million rows takes some passes over arrays, and no loop over the rows. The objects of rows that have
 left are cleared away afterwards, in slices (`items.py`).
 
-* A drawn batch is outstanding until exactly one call of `acknowledge` or `requeue`.
+* A drawn batch is outstanding until `acknowledge` or `requeue` ends it. Exactly one call of these two does so.
 * A row of several tables waits in the lines of all of them, and enters all of them at once.
 * Extensions act within these operations, in the order that `table.py` states.
 """
@@ -56,8 +56,8 @@ from replay_server.tables.table import InsertBatch, Payload, SampleRequest, Tabl
 from replay_server.tables.waiting import Line
 
 QUIET_SECONDS = 10.0
-"""If nobody has inserted for this many seconds, the reason why a sample waits says so. Likewise for a waiting insert
-and the last sample."""
+"""If nobody has inserted for this many seconds, the reason why a sample waits says so. If nobody has sampled for this
+many seconds, the reason why an insert waits says so."""
 
 
 class Lines:
@@ -77,10 +77,10 @@ def any_insert_waits(tables: Iterable[Table], lines: Mapping[str, Lines]) -> boo
 
 
 def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items, lines: Mapping[str, Lines]) -> int:
-    """The number of rows, from the first row on, to insert together; at least 1.
+    """The number of rows at the start of `batch` that may be inserted together; at least 1.
 
-    The outcome must be the same as if the rows were inserted one after the other. So only the effect of the rows on
-    each other counts here. The insert rules decide which rows may enter.
+    The outcome must be the same as if the rows were inserted one after the other. So this function looks only at the
+    effect of the rows on each other. The insert rules decide which rows may enter.
     """
     n = len(batch)
     nbytes = batch.nbytes
@@ -92,28 +92,32 @@ def insertable_at_once(batch: InsertBatch, tables: Sequence[Table], items: Items
         return 1
     for table in tables:
         if lines[table.name].samples:
-            # A waiting sample would be drawn between two rows. Only a fifo draws the same items after both rows, as
-            # long as nothing is evicted.
-            if table.config.sampler.type == "fifo" and table.balanced is None:
-                n = min(n, table.config.max_size - table.size)
-            else:
-                n = min(n, 1)
-        # Fewer rows have fewer bytes than `nbytes`, so this may only choose a smaller n than necessary.
+            # If the rows were inserted one by one, the waiting sample could be drawn between two of them. Only a fifo
+            # draws the same items after all rows as between them, as long as nothing is evicted. So a fifo must have
+            # room for all n rows.
+            if table.config.sampler.type != "fifo" or table.balanced is not None:
+                return 1
+            n = min(n, table.config.max_size - table.size)
+        # `nbytes` are the bytes of all rows, and n rows may have fewer. So n may become smaller than necessary, but it
+        # is never too large.
         while n > 1 and not table.fits_at_once(n, nbytes):
             n //= 2
     return max(1, n)
 
 
 def quiet_time(pending: PendingInsert | PendingSample, now: float, extensions: Iterable[Extension]) -> str:
-    """Says that the other side of a wait does nothing, as in "; nobody sampled for 12 s"; "": the other side is active.
+    """Says for how long the other side of a wait has done nothing, as in "; nobody sampled for 12 s".
 
-    For a waiting insert, the other side are the clients that sample. For a waiting sample, the other side are the
-    clients that insert. If generators wait themselves, for example for permits, the words say so.
+    A waiting insert waits for clients that sample, and a waiting sample for clients that insert. If nobody inserts and
+    generators wait themselves, for example for permits, the words also say this. Returns "" if the other side has been
+    active in the last QUIET_SECONDS.
     """
     table = pending.tables[0]
     if isinstance(pending, PendingInsert):
         seconds = now - table.sampled.last
-        return f"; nobody sampled for {seconds:.0f} s" if seconds >= QUIET_SECONDS else ""
+        if seconds < QUIET_SECONDS:
+            return ""
+        return f"; nobody sampled for {seconds:.0f} s"
     seconds = now - table.inserted.last
     if seconds < QUIET_SECONDS:
         return ""
@@ -132,12 +136,12 @@ MAX_KNOWN_KEYS = 1 << 18
 MAX_ANSWERS = 1 << 16
 """The most answers to other calls that are remembered."""
 MAX_ANSWER_BYTES = 64 << 20
-"""The most bytes of these answers."""
+"""The most bytes of all remembered answers together."""
 
 
 @lru_cache(1 << 10)
 def _set_of(names: tuple[str, ...]) -> frozenset[str]:
-    """The set of these names of tables. All keys share one set object, because 200,000 sets would take 50 MB."""
+    """The set of these names of tables. It is cached, so that keys share it, because 200,000 sets would take 50 MB."""
     return frozenset(names)
 
 
@@ -149,7 +153,7 @@ class Policy:
     weights: str = ""
     """The location of the weights; empty: the trainer named none."""
     set_at: float = 0.0
-    """Seconds of the server's clock."""
+    """The time at which the trainer announced the policy, in seconds of the server's clock."""
 
 
 class ReplayBuffer:
@@ -168,7 +172,8 @@ class ReplayBuffer:
     ) -> None:
         """`max_bytes`: the most bytes of all items; None: no bound. `max_payload_bytes`: the most bytes of one item.
 
-        `rows_per_slice`: the rows that are cleared away at once after a larger removal.
+        `rows_per_slice`: the number of rows that are cleared away in one step. If more rows leave at once, they are
+        cleared away in several steps.
         """
         self.clock = clock
         self.storage = storage
@@ -189,15 +194,16 @@ class ReplayBuffer:
         """Notified of every change. A storage on disk adds its watcher here."""
         self.outstanding = OutstandingBatches(self.items, self.watchers)
         self.batches = self.outstanding.by_id
+        """By id: the outstanding batches, each with its table."""
         self.known_keys: Remembered[frozenset[str]] = Remembered("keys", MAX_KNOWN_KEYS, self.watchers)
         """By key: the tables that the insert of the item named. A retry is recognized even when the item is gone."""
         self.answers: Remembered[tuple[bytes, bytes]] = Remembered(
             "answers", MAX_ANSWERS, self.watchers, most_bytes=MAX_ANSWER_BYTES
         )
         """By the number that a client gave its request: the digest of the request, and the answer."""
-        kinds = (self.known_keys, self.outstanding.acknowledged, self.outstanding.requeued, self.answers)
-        self.remembered: dict[str, Remembered[Any]] = {remembered.kind: remembered for remembered in kinds}
-        """By kind: all remembered ids."""
+        all_remembered = (self.known_keys, self.outstanding.acknowledged, self.outstanding.requeued, self.answers)
+        self.remembered: dict[str, Remembered[Any]] = {ids.kind: ids for ids in all_remembered}
+        """By kind: the remembered ids of this kind."""
         self.damaged = 0
         """The number of items that were lost because their bytes in the storage had changed."""
         self._rules = InsertRules(self.items, self.known_keys, self.outstanding.why_not_closed, max_payload_bytes)
@@ -206,28 +212,29 @@ class ReplayBuffer:
         self._attach(extensions)
 
     def _attach(self, extensions: Sequence[Extension]) -> None:
-        """Finds the hooks of the extensions.
+        """Attaches the extensions to this buffer, and collects their hooks.
 
         A hook that gets a table is called only for tables that the extension concerns. The hooks that free bytes are
-        called only if the extension concerns a table of trainers or generators, because otherwise it can free none.
+        called only for an extension that concerns at least one table of trainers or generators, because any other
+        extension has no bytes to free.
         """
         for extension in extensions:
             extension.attach(self)
-        self._why_not = hooks(extensions, "why_not")
-        self._on_insert = hooks(extensions, "on_insert")
-        self._serve = hooks(extensions, "progress")
+        self._why_not_hooks = hooks(extensions, "why_not")
+        self._on_insert_hooks = hooks(extensions, "on_insert")
+        self._progress_hooks = hooks(extensions, "progress")
         self.items.on_gone = hooks(extensions, "on_item_gone")
         for table in self.tables.values():
             concerned = [extension for extension in extensions if extension.concerns(table.config)]
             table.on_acknowledge = hooks(concerned, "on_acknowledge")
             table.on_lease = hooks(concerned, "on_lease")
-        sparing = []
+        can_free = []
         for extension in extensions:
             if any(extension.concerns(table.config) for table in self.trained):
-                sparing.append(extension)
-        self.items.spares = hooks(sparing, "spares")
-        self.items.spare_keys = hooks(sparing, "spare_keys")
-        self.items.frees = hooks(sparing, "free")
+                can_free.append(extension)
+        self.items.spares = hooks(can_free, "spares")
+        self.items.spare_keys = hooks(can_free, "spare_keys")
+        self.items.frees = hooks(can_free, "free")
 
     def table(self, name: str) -> Table:
         """The table of this name. Raises Refused if there is none."""
@@ -246,49 +253,51 @@ class ReplayBuffer:
     def insert(self, batch: InsertBatch, deadline_at: float = math.inf) -> tuple[int, PendingInsert | None]:
         """Inserts the first rows of `batch`, as many as possible in one step.
 
-        Returns the number of rows that are in their tables now. If this is 0, also returns the first row as a pending
-        insert: it has to wait. To insert all rows, call this until no row is left. Raises Refused if the first row is
-        refused. Then nothing has changed.
+        Returns the number of rows that are in their tables now. If this number is 0, the first row has to wait, and is
+        also returned as a pending insert. To insert all rows, call this until no row is left. Raises Refused if the
+        first row is refused. Then no row has entered a table.
         """
         self.check_open()
         if not batch.priorities:
             raise invalid(f"item {batch.keys[0]} names no table; {listed_tables(self.tables)}")
         tables = [self.table(name) for name in batch.priorities]
-        for why_not in self._why_not:
+        for why_not in self._why_not_hooks:
             refusal = why_not(batch)
             if refusal is not None:
                 raise refusal
         n = len(batch)
-        insert = batch
+        rows = batch  # the first n rows
         if n > 1:
             n = insertable_at_once(batch, tables, self.items, self.lines)
             if n < len(batch):
-                insert = batch[:n]
-        self.items.clear_left(insert.nbytes)
-        verdict = self._rules.verdict(insert, tables)
-        if n > 1 and verdict is not None:  # the verdict may be true of only some rows, so the first is decided alone
+                rows = batch[:n]
+        self.items.clear_left(rows.nbytes)
+        verdict = self._rules.verdict(rows, tables)
+        if n > 1 and verdict is not None:  # the verdict may be true of only some rows, so decide on the first row alone
             n = 1
-            insert = batch[:1]
-            verdict = self._rules.verdict(insert, tables)
-        # From here on, a verdict is about all rows of `insert`: it is None, or `insert` is a single row.
+            rows = batch[:1]
+            verdict = self._rules.verdict(rows, tables)
+        # From here on, the verdict is true of all of `rows`, because it is None or there is only one row.
         if isinstance(verdict, Refused):
-            self._count(verdict, tables, insert)
+            self._count(verdict, tables, rows)
             raise verdict
         if isinstance(verdict, Known):
-            self._count(verdict, tables, insert)
-            return 1, None  # the row is a retry: its first insert has put it into its tables
-        is_blocked = verdict is not None  # only Blocked is left
-        # If another insert waits already, `insertable_at_once` has returned 1, and the row waits behind that insert.
+            self._count(verdict, tables, rows)
+            return 1, None  # the row is a retry, and its first insert has put it into its tables
+        is_blocked = verdict is not None  # of the verdicts, only Blocked is left
+        # If another insert waits already, the new insert waits behind it. `rows` is a single row in this case, too,
+        # because `insertable_at_once` returns 1 then.
         if is_blocked or any_insert_waits(tables, self.lines):
-            pending = PendingInsert(insert, tables, self.clock(), deadline_at)
+            pending = PendingInsert(rows, tables, self.clock(), deadline_at)
             for table in tables:
                 self.lines[table.name].inserts.join(pending)
             return 0, pending
-        self._progress(self._enter(insert, tables))
+        changed = self._enter(rows, tables)
+        self._progress(changed)
         return n, None
 
     def _count(self, verdict: Refused | Known, tables: Iterable[Table], insert: InsertBatch) -> None:
-        """Counts an insert that is a retry, or outdated. Inserts that are refused for other reasons are not counted."""
+        """Counts an insert that is a retry or is outdated. Other inserts are not counted here."""
         if isinstance(verdict, Known):
             for table in tables:
                 table.counters.duplicates += 1
@@ -298,18 +307,18 @@ class ReplayBuffer:
     def _enter(self, insert: InsertBatch, tables: Sequence[Table]) -> Sequence[Table]:
         """Inserts rows that the rules allow, and acknowledges the batches that they close.
 
-        Returns the tables that have changed. Raises Refused if the server is full, and cannot evict enough: then
-        nothing has changed.
+        Returns the tables that have changed. Raises Refused if the server is full and cannot evict enough. Then nothing
+        has changed.
         """
-        why = self.items.why_full(insert.nbytes, tables)
-        if why:
+        why_full = self.items.why_full(insert.nbytes, tables)
+        if why_full:
             names = ", ".join(table.name for table in tables)
-            raise busy(f"the server is full: {why}, and {names} has too little to evict")
+            raise busy(f"the server is full: {why_full}, and {names} has too little to evict")
         self.items.free(insert.nbytes)
         evicted_before = [table.counters.evicted for table in tables]
         self.items.insert(insert, self.clock(), len(tables))
         changed = list(tables)
-        for hook in self._on_insert:
+        for hook in self._on_insert_hooks:
             changed += hook(insert)
         for table in tables:
             table.insert(insert, insert.priorities[table.name])
@@ -318,13 +327,13 @@ class ReplayBuffer:
         for watcher in self.watchers:
             watcher.changed(insert.keys)
         self.items.make_room(tables)  # after the insert, so that the removers choose among old and new items
-        for table, evicted in zip(tables, evicted_before, strict=True):
-            if table.counters.evicted > evicted:
-                gone = table.columns.absent(insert.keys)
-                table.counters.evicted_on_arrival += len(gone)
-                insert.evicted.extend((key, table.name) for key in gone)
+        for table, count_before in zip(tables, evicted_before, strict=True):
+            if table.counters.evicted > count_before:
+                evicted_keys = table.columns.absent(insert.keys)  # the new rows that the remover chose at once
+                table.counters.evicted_on_arrival += len(evicted_keys)
+                insert.evicted.extend((key, table.name) for key in evicted_keys)
         if insert.closes:
-            # An item that a remover chose at once may be gone already.
+            # If all tables have evicted a new item at once, `items` does not have it any more.
             self.items.closing.update(key for key in insert.keys if key in self.items)
             changed += self.outstanding.close(insert.closes)
         return changed
@@ -332,11 +341,11 @@ class ReplayBuffer:
     def extend(self, key: int, names: Collection[str], segment: Payload) -> Sequence[str] | None:
         """Appends a segment, which has columns with these names, to the payload of an item.
 
-        The item's rows that waited for these columns can be drawn afterwards.
+        Rows of the item that waited only for these columns can be drawn afterwards.
 
-        Returns an empty sequence if the segment was appended. Otherwise nothing has changed. If the item has some of
-        these columns already, returns their names. If the item is gone, returns None. If the segment is not allowed,
-        raises Refused.
+        Returns an empty sequence if the segment was appended. In all other cases, nothing has changed. If the item has
+        some of these columns already, returns the names of those. If the item is gone, returns None. If the segment is
+        not allowed, raises Refused.
         """
         self.check_open()
         if not names:
@@ -344,24 +353,27 @@ class ReplayBuffer:
         tables = [table for table in self.trained if table.has_or_may_return(key)]
         if not tables:
             return None
-        before = self.items[key].labels
-        present = before.columns.intersection(names)
+        old_labels = self.items[key].labels
+        present = old_labels.columns.intersection(names)
         if present:
             return sorted(present)
         try:
-            labels = labels_of(before.columns.union(names), before.tags)
+            labels = labels_of(old_labels.columns.union(names), old_labels.tags)
         except ValueError as error:
             raise invalid(f"item {key}: {error}") from None
         nbytes = sum(map(len, segment))
-        cost = nbytes + labels.nbytes - before.nbytes
+        cost = nbytes + labels.nbytes - old_labels.nbytes
         self.items.clear_left(cost)
         refusal = self._rules.why_cannot_grow(key, cost, tables)
         if refusal is not None:
             raise refusal
         self.items.free(cost)
         self.items.extend(key, labels, segment, nbytes)
-        # A table of copies may exceed its bounds now. Its next insert evicts the excess.
-        completed = [table for table in self.tables.values() if table.extend(key, nbytes, cost, labels)]
+        # A table of copies may exceed its bounds after this. Its next insert evicts the excess.
+        completed = []  # the tables in which the item's row has waited, and now has all columns that it needs
+        for table in self.tables.values():
+            if table.extend(key, nbytes, cost, labels):
+                completed.append(table)
         for watcher in self.watchers:
             watcher.changed([key])
         self._progress(completed)
@@ -370,9 +382,10 @@ class ReplayBuffer:
     # ------------------------------------------------------------------------------------------------ sample
 
     def sample(self, table_name: str, request: SampleRequest, deadline_at: float = math.inf) -> PendingSample:
-        """Draws a batch, now or as soon as it may be drawn. The value of the returned request is the id and the batch.
+        """Draws a batch, now or as soon as it may be drawn. Returns the request, which may still wait.
 
-        Raises Refused if the request can never be served.
+        When the request has ended, its value is the id of the batch, and the batch. Raises Refused if the request can
+        never be served.
         """
         self.check_open()
         table = self.table(table_name)
@@ -385,11 +398,11 @@ class ReplayBuffer:
         return pending
 
     def acknowledge(self, batch_id: int, *, sent: bool = False, lease: float = 0.0) -> bool:
-        """The reader acknowledges the batch for good or, with `lease`, gets a lease of it.
+        """Acknowledges a batch for its reader or, with `lease`, gives the reader a lease of the batch.
 
-        Returns False if a row has become too stale, or its version was undone: then the batch is requeued. With `sent`,
-        the reader has all bytes already, and the rows are not checked any more. `lease`: the seconds of the lease; 0:
-        no lease.
+        Returns False if a row of the batch has become too stale, or if its version was undone. Then the batch is
+        requeued instead. `sent`: True if the reader may have used the batch already. Then its rows are not checked.
+        `lease`: the seconds of the lease; 0: no lease.
         """
         if not sent and self.outstanding.is_outdated(batch_id):
             self.requeue(batch_id)
@@ -402,14 +415,15 @@ class ReplayBuffer:
         return True
 
     def requeue(self, batch_id: int, *, by_reader: bool = False) -> None:
-        """The batch returns to its table, as if it was never drawn.
+        """Returns the rows of a batch to their table, as if they had not been drawn.
 
-        `by_reader`: the reader has asked for it. Then the batch is remembered, because the reader may ask again.
+        `by_reader`: True if the reader has asked for this. Then the id is remembered, because the reader may ask again.
         """
-        self._progress([self.outstanding.requeue(batch_id, by_reader=by_reader)])
+        table = self.outstanding.requeue(batch_id, by_reader=by_reader)
+        self._progress([table])
 
     def discard(self, keys: Iterable[int]) -> None:
-        """Removes items whose payload is damaged from all tables."""
+        """Removes the items with these keys from all tables, because their payloads are damaged."""
         for key in keys:
             log.error("item %d is removed: its payload on disk is damaged", key)
             self.damaged += 1
@@ -419,27 +433,31 @@ class ReplayBuffer:
         self._progress(self.tables.values())
 
     def refuse_damaged(self, damage: DamagedPayloads) -> Refused:
-        """Removes the damaged items. Returns the error for a client that has already received a part of a response."""
+        """Removes the damaged items. Returns the error for a client that may have a part of the response already."""
         self.discard(damage.keys)
         return try_again(f"{damage}, and removed now: ask again")
 
     def release(self, keys: Sequence[int]) -> None:
-        """Removes a holder from each item, and serves the requests that wait for bytes which this frees."""
+        """Removes a holder from each of these items. If this frees bytes, serves the requests that wait for bytes."""
         self.items.release(keys)
         self._progress(())
 
     def left(self, columns: Columns, slots: IntArray) -> None:
-        """Called by a table when these rows leave it. Clears few rows away at once, and many rows later, in slices."""
+        """Clears away rows that leave their table: a few rows at once, and many rows later, in slices.
+
+        Each table calls this function (`Table.on_leave`).
+        """
         items = self.items
         columns.leave(slots)
         for watcher in self.watchers:
             watcher.changed(columns.key[slots])
         if slots.size > items.leaving.rows_per_slice:
             items.leaving.add(columns, slots)
-            items.freed = True  # an insert that waits for these bytes clears as many rows away as it needs
-            # `items.release` calls the hooks only when the rows are cleared away. The permits of marked items must not
-            # wait for that, so the hooks are called for these items now. A hook may remove marks, so the marked items
-            # are read again for each hook.
+            # Try the waiting inserts again, because an insert can clear away as many of these rows as it needs.
+            items.freed = True
+            # `items.release` calls the hooks only when the rows are cleared away. But permits of marked items must be
+            # free at once. So the hooks are called now for the marked items that are lost. A hook may remove marks, so
+            # these items are found anew for each hook.
             for hook in items.on_gone:
                 lost: list[int] = []
                 for extension in self.extensions:
@@ -453,7 +471,7 @@ class ReplayBuffer:
     def time_out(self, pending: PendingInsert | PendingSample) -> None:
         """Ends `pending` at its deadline.
 
-        The first sample of a line gets its batch if at least min_samples rows are available. Every other request fails
+        The first sample of a line gets the available rows, if these are at least min_samples. Every other request fails
         with the reason of its wait.
         """
         if pending.done:
@@ -468,23 +486,24 @@ class ReplayBuffer:
         """Ends `pending` with the rows that are available or, if these are fewer than min_samples, with an error."""
         table = pending.tables[0]
         request = pending.request
-        n = 0  # for requests behind the first: all rows are for the first, even if it still waits for more rows
         if self.lines[table.name].samples.head is pending:
             n = table.most_available(request)
+        else:
+            n = 0  # the available rows are for the first request of the line, even if it still waits for more rows
         if n >= request.min_samples:
             pending.finish(self.outstanding.draw(table, request, n))
         else:
             pending.fail(deadline(self.why_waiting(pending)))
 
     def why_waiting(self, pending: PendingInsert | PendingSample) -> str:
-        """Why `pending` waits.
+        """The reason why `pending` waits, in words.
 
         An example for a table `replay`: "replay: sampling blocked: items there: 3, wanted: 5 (size 3 < min_size 5)".
         """
         table = pending.tables[0]
         if isinstance(pending, PendingSample):
             what = "sampling"
-            # A sample for which min_samples are available still waits for num_samples until its deadline.
+            # A sample waits for num_samples until its deadline, even if min_samples are available.
             why = table.why_no_sample(pending.request, pending.request.num_samples)
             if why:
                 why = f"{table.name}: sampling blocked: {why}"
@@ -498,24 +517,24 @@ class ReplayBuffer:
         return f"{table.name}: {what} blocked: {counted(earlier, 'request')} came first"
 
     def abandon(self, pending: PendingInsert | PendingSample) -> None:
-        """Ends `pending`, whose client went away."""
+        """Ends `pending`, because its client went away."""
         if not pending.done:
             pending.abandon()
             self._progress(pending.tables)
 
     def _progress(self, tables: Iterable[Table]) -> None:
         """Serves the lines of `tables`, and of every table that this changes, until nothing more can proceed."""
-        # The names of the tables whose lines are to be served, in this order. A dict of None serves as an ordered set.
-        dirty = {table.name: None for table in tables}
-        while dirty or self.items.freed:
-            if self.items.freed:  # inserts into any table may have waited for the bytes
+        # The names of the tables whose lines are to be served, in this order. This dict serves as an ordered set.
+        to_serve = {table.name: None for table in tables}
+        while to_serve or self.items.freed:
+            if self.items.freed:  # bytes are free, and inserts into any table may have waited for them
                 self.items.freed = False
                 for name, lines in self.lines.items():
                     if lines.inserts:
-                        dirty[name] = None
-                continue  # `dirty` may still be empty
-            name = next(iter(dirty))
-            del dirty[name]
+                        to_serve[name] = None
+                continue  # if no insert waits, `to_serve` may still be empty
+            name = next(iter(to_serve))
+            del to_serve[name]
             table = self.tables[name]
             lines = self.lines[name]
             changed = False
@@ -526,18 +545,18 @@ class ReplayBuffer:
                 sample.finish(self.outstanding.draw(table, sample.request, n))
                 changed = True
             while (insert := lines.inserts.head) is not None:
-                if not self._serve_insert(insert, dirty):
+                if not self._serve_insert(insert, to_serve):
                     break
                 changed = True
-            if changed:  # the inserts may have made samples possible, so the table is looked at once more
-                dirty[name] = None
-        for serve in self._serve:  # requests that wait for extensions
-            serve()
+            if changed:  # serve this table once more, because its inserts may have made samples possible
+                to_serve[name] = None
+        for progress in self._progress_hooks:  # each serves the requests that wait for its extension
+            progress()
 
-    def _serve_insert(self, pending: PendingInsert, dirty: dict[str, None]) -> bool:
-        """Decides the first insert of a line. Returns False if this insert still has to wait.
+    def _serve_insert(self, pending: PendingInsert, to_serve: dict[str, None]) -> bool:
+        """Ends the first insert of a line, if it does not have to wait any more. Returns False if it still has to wait.
 
-        Adds to `dirty` the names of the tables that have changed.
+        Adds to `to_serve` the names of the tables whose lines this changes.
         """
         for table in pending.tables:  # the row enters all its tables at once, so it must be first in all their lines
             if self.lines[table.name].inserts.head is not pending:
@@ -549,24 +568,25 @@ class ReplayBuffer:
         if verdict is None:
             try:
                 changed = self._enter(pending.insert, pending.tables)
-                dirty.update(dict.fromkeys(table.name for table in changed))
+                to_serve.update(dict.fromkeys(table.name for table in changed))
             except Refused as refusal:
                 verdict = refusal
         else:
             self._count(verdict, pending.tables, pending.insert)
         if isinstance(verdict, Refused):
             pending.fail(verdict)
-        else:  # the row has entered its tables, or it is a retry of an insert that had
+        else:  # the row has entered its tables, or it is a retry of an insert that has entered them before
             pending.finish(None)
-        dirty.update(dict.fromkeys(pending.insert.priorities))  # the lines of all its tables have a new first insert
+        # The insert has left the lines of all its tables, so another insert is the first now.
+        to_serve.update(dict.fromkeys(pending.insert.priorities))
         return True
 
     # ------------------------------------------------------------------------------------------------ invariants
 
     def check_totals(self) -> None:
         """Asserts that all counts of items agree. A server calls this when it has started."""
-        # For 50,000 items in two tables, this takes about 1 % as long as the restore, `check` 15 %, and
-        # `check_each_item` 43 %.
+        # The server calls neither `check` nor `check_each_item`, because they take longer. For 50,000 items in two
+        # tables, `check_totals` takes about 1 % of the time of the restore, `check` 15 %, and `check_each_item` 43 %.
         for table in self.tables.values():
             table.check_totals()
             assert table.columns.current_version == self.policy.version, (table.name, self.policy)
@@ -594,8 +614,8 @@ class ReplayBuffer:
     def _check_waits(self, table: Table) -> None:
         """Asserts that the first requests of the table's lines cannot be served: otherwise they would not wait.
 
-        A waiting insert that would now be refused is allowed. For example, a batch that the insert closes may have
-        ended. No table of the insert changes by that, so its lines are not served.
+        An insert may still wait although it would be refused now, for example because a batch that it closes has ended.
+        The end of this batch changes no table of the insert, so nothing has served the lines of these tables.
         """
         lines = self.lines[table.name]
         sample = lines.samples.head
@@ -611,15 +631,15 @@ class ReplayBuffer:
     def check_each_item(self) -> None:
         """Asserts the number of holders of each item, by a loop over items, rows and keys.
 
-        Only tests call it, because it takes as long as the start of a server. Call it while no bytes are sent to a
-        reader: the reader would hold the items too.
+        Only tests call it, because it takes almost half as long as the restore of a server. Call it while no bytes are
+        sent to a reader, because the reader also holds the items, and this function does not count readers.
         """
-        # One holder for each row that is leaving, here, reserved for a batch, or retained.
+        # By key: one holder for each row that is leaving, that is here, that is retained, or that is in a batch.
         holders: Counter[int] = Counter(self.items.leaving.keys())
         for table in self.tables.values():
             table.columns.check_each_key()
             holders.update(table.columns.key[table.columns.occupied()].tolist())
-            holders.update(list(table.columns.retained))  # the keys; the dict itself would be added as counts
+            holders.update(list(table.columns.retained))  # a list of keys, because a Counter adds the values of a dict
         for _, batch in self.batches.values():
             holders.update(batch.keys.tolist())
         self.items.check_each(holders)
@@ -631,7 +651,7 @@ class ReplayBuffer:
         refusal = closed("the server is shutting down")
         for lines in self.lines.values():
             for pending in [*lines.inserts, *lines.samples]:
-                if not pending.done:  # what `on_done` of an earlier request does may end this request
+                if not pending.done:  # the `on_done` of an earlier request may have ended this request, too
                     pending.fail(refusal)
         for extension in self.extensions:
             for line in extension.lines.values():
@@ -665,33 +685,39 @@ class ReplayBuffer:
     def roll_back(self, keys: Iterable[int]) -> set[int]:
         """Undoes inserts that could not be written to disk. Returns the keys of the undone inserts.
 
-        The inserts of two kinds of items are not undone: items that were drawn meanwhile, because readers use them
-        already, and items that have closed batches.
+        The inserts of two kinds of items are not undone: items that were drawn since their insert, because readers may
+        use them already, and items whose insert has closed batches, because these batches stay acknowledged.
         """
-        gone: set[int] = set()
+        undone: set[int] = set()
         for key in keys:
             item = self.items.get(key)
             holding = [table for table in self.tables.values() if key in table]
             if item is None or item.forwarded:  # the item is gone, or it was drawn: only drawn items are forwarded
                 continue
-            # A holder that is not a row of these tables may be a batch, or a reader of the bytes.
+            # If the item has more holders than its rows in these tables, a batch or a reader may hold it.
             if item.holders > len(holding) or key in self.items.closing:
                 continue
-            if any(table.columns.times_sampled[table.columns.slot(key)] for table in holding):  # drawn, acknowledged
+            # If the batch of a draw was acknowledged, it holds the item no more, but the row still counts the draw.
+            draws = [table.columns.times_sampled[table.columns.slot(key)] for table in holding]
+            if any(draws):
                 continue
-            gone.add(key)
+            undone.add(key)
             self.known_keys.forget(key)
             for table in holding:
                 table.roll_back([key])
         self._progress(self.tables.values())
-        return gone
+        return undone
 
     def reset(self, table_name: str = "") -> int:
-        """Empties one table, or all (""), and sets its counters to 0. Returns how many items were removed."""
+        """Empties one table, or all tables if `table_name` is "", and sets their counters to 0.
+
+        Returns how many items were removed.
+        """
         tables = [self.table(table_name)] if table_name else list(self.tables.values())
         for watcher in self.watchers:
             for table in tables:
-                watcher.changed(list(table.columns.reserved))  # the keys; `left` is called for all other rows
+                # Notify of the keys of reserved rows here. For all other rows, `left` notifies the watchers.
+                watcher.changed(list(table.columns.reserved))
                 watcher.scope_changed(table.name, "")
         for table in tables:
             for extension in self.extensions:
@@ -703,33 +729,37 @@ class ReplayBuffer:
     def update_table(self, table_name: str, changes: dict[str, Any]) -> Table:
         """Changes the configuration of a table while the server runs. Items stay if the new configuration allows them.
 
-        Counters stay, too. `changes`: new values by name of the setting.
+        Counters stay, too. `changes`: name of a setting -> its new value. Raises Refused if a setting cannot change
+        while the server runs, or if the new configuration is invalid.
         """
         table = self.table(table_name)
         fixed = changes.keys() & {"name", "forward_to", "copy_to", "seed", "retain_consumed"}
         if fixed:
             raise invalid(f"{', '.join(sorted(fixed))} of a table cannot change while the server runs")
         try:
-            # Unset settings stay unset: a setting that a new type ignores is refused, even if it has its default value.
-            config = TableConfig.model_validate(table.config.model_dump(exclude_unset=True) | changes)
+            # The dump has only settings that were set. If it had a default value that the new type of a sampler or
+            # limiter ignores, the validation would refuse this value.
+            settings = table.config.model_dump(exclude_unset=True) | changes
+            config = TableConfig.model_validate(settings)
         except ValidationError as error:
             raise invalid(f"table {table_name!r}: {explain(error)}") from error
         tags = table.tags_for(config)
         if config.balance is not None:
-            count = len(tags[config.balance.tag])
-            if count > MAX_BALANCED:
+            value_count = len(tags[config.balance.tag])
+            if value_count > MAX_BALANCED:
                 raise invalid(
-                    f"table {table_name!r}: balance: its items have {count} values of the tag "
+                    f"table {table_name!r}: balance: its items have {value_count} values of the tag "
                     f"{config.balance.tag!r}, and at most {MAX_BALANCED} can be balanced"
                 )
         table.configure(config, tags)
         self._refuse_hopeless(table)
         table.drop_stale()
-        self._progress(self.tables.values())  # the ended waits may have stood first in the lines of other tables, too
+        # Serve all tables, because an insert that was refused here may have been the first in lines of other tables.
+        self._progress(self.tables.values())
         return table
 
     def _refuse_hopeless(self, table: Table) -> None:
-        """Refuses the requests that wait for a table, and that its new configuration can never serve."""
+        """Refuses the waiting requests of a table that can never be served with the new configuration of the table."""
         for insert in self.lines[table.name].inserts:
             refusal = self._rules.why_invalid(insert.insert, insert.tables)
             if refusal is not None:
@@ -751,12 +781,15 @@ class ReplayBuffer:
     ) -> Policy:
         """Sets the current version, drops items that have become too stale, and lets waiting generators go on.
 
-        `weights`: the location of the weights; "": none. `shard_index`, `state`: as in PolicyChange. Raises Refused if
-        the version is refused: then nothing has changed.
+        `weights`: the location of the weights; "": the trainer names none. `rollback`: True if the trainer goes back to
+        `version`. `shard_index`, `state`: as in PolicyChange. Raises Refused if the version is not allowed. Then
+        nothing has changed.
         """
         if not 0 <= version <= MAX_VERSION:
             raise invalid(f"policy version {version}: must be from 0 to {MAX_VERSION}")
-        change = PolicyChange(self.policy.version, version, rollback, shard_index, state)
+        change = PolicyChange(
+            before=self.policy.version, version=version, rollback=rollback, shard_index=shard_index, state=state
+        )
         if version < change.before and not rollback:
             raise invalid(
                 f"policy version {version} is below the current {change.before}; pass rollback=True (--rollback) "
@@ -766,18 +799,23 @@ class ReplayBuffer:
             refusal = extension.why_no_policy(change)
             if refusal is not None:
                 raise refusal
-        # If the trainer names a state after it has set the version, it sends that version again. This is no new step.
+        # If the trainer saves a state after it has set the version, it sends the same version again to name the state.
+        # This is no new step.
         only_names_state = bool(state) and version == change.before
         if not only_names_state:
             self.versions.beat(self.clock())
-        self.policy = Policy(version, weights, self.clock())
+        self.policy = Policy(version, weights, set_at=self.clock())
+        if rollback:
+            rise = -1  # any number below 0 makes the flow begin anew
+        else:
+            rise = version - change.before
         for table in self.tables.values():
             table.set_policy_version(version)
-            table.flow.move(-1 if rollback else version - change.before)  # below 0: the flow is measured anew
+            table.flow.move(rise)
             table.drop_stale()
         for extension in self.extensions:
             extension.on_policy(change)
-        # Waiting inserts may be outdated by the new version. They are refused even if they are not first in a line.
+        # The new version may outdate waiting inserts. Refuse these inserts even if they are not the first in a line.
         for table in self.tables.values():
             for pending in self.lines[table.name].inserts:
                 refusal = self._rules.why_refused(pending.insert, [table])

@@ -3,8 +3,8 @@
 * A table holds each of its items once. An outstanding batch holds the items of its rows, and a reader holds the items
   whose bytes are being sent to it.
 * A row that has left a table holds its item until the row is cleared away (`Leaving`). A retained row holds its item.
-* As long as anything holds an item, its payload is in the storage and its bytes count. Then item and payload are
-  deleted.
+* As long as anything holds an item, its payload is in the storage and its bytes count towards `max_bytes`. When nothing
+  holds the item any more, item and payload are deleted.
 * For trainers, an item is gone as soon as only tables of copies hold it.
 """
 
@@ -24,11 +24,11 @@ from replay_server.tables.columns import LEAVING, Columns, IntArray
 from replay_server.tables.table import InsertBatch, Payload, Table
 
 ROWS_PER_SLICE = 4096
-"""Rows that are cleared away at once, in some 15 ms of CPU."""
+"""The most rows that `Leaving` clears away at once. This takes some 15 ms of CPU."""
 
 
 class DamagedPayloads(Exception):
-    """The bytes under `keys` are not the bytes that were put there."""
+    """The bytes that the storage has under `keys` are not the bytes that were stored there."""
 
     def __init__(self, keys: list[int]) -> None:
         super().__init__(f"the payloads of {keys} are damaged")
@@ -58,7 +58,7 @@ class Storage(Protocol):
         """Stores payloads under keys that are not in use."""
 
     def extend(self, key: int, size: int, segment: Payload) -> None:
-        """Appends bytes to the payload of a key in use. `size`: the bytes of the payload until now."""
+        """Appends `segment` to the payload of a key in use. `size`: the bytes of the payload until now."""
 
     def get(self, keys: Sequence[int], sizes: Sequence[int]) -> list[Payload]:
         """The payloads of keys in use, each cut after as many bytes as `sizes` says. Raises DamagedPayloads.
@@ -84,19 +84,19 @@ class Item:
     """One item, whatever tables it is in."""
 
     nbytes: int
-    """Bytes of the payload."""
+    """The number of bytes of the payload."""
     policy_version: int
     inserted_at: float
     """Seconds of the server's clock."""
     holders: int = 0
-    """The rows of tables and batches, and the readers of bytes, that hold the item."""
+    """The number of holders of the item: rows of tables and batches, and readers of bytes."""
     forwarded: tuple[str, ...] = ()
     """Names of the tables that forwarded the item."""
     labels: Labels = NO_LABELS
 
     @property
     def cost(self) -> int:
-        """Bytes that count for bounds: of the payload and of the labels."""
+        """The bytes of the payload and the labels. Bounds on bytes, such as `max_bytes`, count these bytes."""
         return self.nbytes + self.labels.nbytes
 
 
@@ -113,7 +113,8 @@ class Items(dict[int, Item]):
         self.freed = False
         """True if bytes became free, or could be freed, since the buffer last set this to False."""
         self.closing: set[int] = set()
-        """Keys of items whose inserts have closed batches. Such an insert cannot be undone alone."""
+        """Keys of items whose inserts have closed batches. `ReplayBuffer.roll_back` does not undo such an insert,
+        because the batches would stay acknowledged."""
         self.labelled = False
         """True if some item ever had labels. If False, callers need not look for labels."""
         self.tagged = False
@@ -131,7 +132,7 @@ class Items(dict[int, Item]):
         self.leaving = Leaving(self.release, rows_per_slice)
 
     def insert(self, batch: InsertBatch, now: float, holders: int) -> None:
-        """Adds the items of a batch, each held by this number of tables, and stores their payloads."""
+        """Adds the items of a batch, and stores their payloads. `holders`: how many tables hold each of the items."""
         assert self.keys().isdisjoint(batch.keys), "an item that is there is inserted again"
         sizes = batch.sizes.tolist()
         versions = batch.policy_versions.tolist()
@@ -181,12 +182,12 @@ class Items(dict[int, Item]):
     def release(self, keys: Iterable[int]) -> None:
         """Removes a holder from each of `keys`. Deletes the items that have no holder left.
 
-        Calls the hooks `on_gone` with these items, and with the items that are lost to trainers (`lost`) from now on,
-        although tables of copies or rows to clear away still hold them.
+        Calls the hooks `on_gone` with the deleted items. Calls them also with the items that no trainer can get any
+        more from now on (`lost`), although tables of copies or rows that are leaving still hold them.
         """
         gone = []
         lost = []
-        nbytes = 0
+        nbytes = 0  # of the items that are gone
         may_be_lost = bool(self.copies or self.leaving)  # otherwise an item with a holder is never lost
         for key in keys:
             item = self[key]
@@ -217,7 +218,8 @@ class Items(dict[int, Item]):
         if item is None:
             return True
         copies = sum(table.has_or_may_return(key) for table in self.copies.values())
-        # Any other holder is a row of a table or batch, or a retained row: then a trainer may still get the item.
+        # Any other holder is a row of a trained table or of its batch, a retained row, or a reader of the bytes. So if
+        # there is another holder, a trainer may still get the item.
         return item.holders == copies + self.leaving.holds_of(key)
 
     def clear_left(self, nbytes: int) -> None:
@@ -228,7 +230,7 @@ class Items(dict[int, Item]):
     def why_full(self, nbytes: int, tables: Sequence[Table] = ()) -> str | None:
         """Why the server has no room for `nbytes` more; None: it has room, or `free` and `make_room` can make room.
 
-        These two methods discard rows that extensions can spare, and evict items from those of the `tables` whose
+        `free` discards rows that extensions can spare. `make_room` also evicts items, from those of the `tables` whose
         setting `when_full` is "evict".
         """
         needed = self.bytes + nbytes - self.max_bytes
@@ -247,21 +249,22 @@ class Items(dict[int, Item]):
             if self.leaving:
                 self.leaving.clear_slice()
                 continue
-            has_freed = any(free(needed) for free in self.frees)  # stops at the first extension that frees any
+            # Stops at the first extension that frees any bytes.
+            has_freed = any(free_rows(needed) for free_rows in self.frees)
             if not has_freed:
                 break
 
     def make_room(self, tables: Sequence[Table]) -> int:
-        """Frees bytes, and evicts from `tables`, until the server is not full. Returns how many items are gone.
+        """Frees bytes, and evicts items from `tables`, until the server holds at most `max_bytes`.
 
-        The caller has checked with `why_full` that this is possible.
+        Returns how many items are gone. The caller has checked with `why_full` that enough bytes can be freed.
         """
         before = len(self)
         self.free(0)
         while self.bytes > self.max_bytes:
             largest = max(_evicting(tables), key=lambda table: table.bytes)
             largest.evict()
-            self.free(0)  # now only copies, or rows that leave, may hold the evicted item
+            self.free(0)  # removes the evicted item if only copies, or rows that are leaving, still hold it
         return before - len(self)
 
     def spare(self, key: int) -> int:
@@ -272,7 +275,7 @@ class Items(dict[int, Item]):
         return spare
 
     def check(self) -> None:
-        """Asserts the invariants that need no look at each item."""
+        """Asserts those invariants that can be checked without a loop over all items."""
         assert self.bytes >= 0, self.bytes
         assert self.closing <= self.keys(), "an item that is gone has closed a batch"
         assert self.labelled >= self.tagged, "tags are labels"
@@ -281,7 +284,8 @@ class Items(dict[int, Item]):
     def check_each(self, holders: Mapping[int, int]) -> None:
         """Asserts that each item has the number of holders that `holders` says, and that `bytes` is the sum of costs.
 
-        `holders`: by key, counted by the caller while no reader of bytes holds an item. This loops over all items.
+        `holders`: key -> the number of rows that hold the item, as the caller has counted them. No reader of bytes may
+        hold an item now. This loops over all items.
         """
         assert self.keys() == holders.keys(), self.keys() ^ holders.keys()
         for key, item in self.items():
@@ -291,22 +295,22 @@ class Items(dict[int, Item]):
         assert self.bytes == nbytes, (self.bytes, nbytes)
 
     def _can_free(self, needed: float, tables: Sequence[Table]) -> bool:
-        """True if `needed` bytes are free after `free` and `make_room` have discarded and evicted all that they can."""
+        """True if `free` and `make_room` can free `needed` bytes, by discarding and evicting all that they can."""
         evicting = _evicting(tables)
         visited: set[int] = set()
         for key in self._keys_to_free(evicting):
             if key in visited:
                 continue
             visited.add(key)
-            removable = self.spare(key) + sum(key in table for table in evicting)
-            if self[key].holders == removable:  # otherwise the item, and its bytes, would stay
+            removable_rows = self.spare(key) + sum(key in table for table in evicting)
+            if self[key].holders == removable_rows:  # with any other holder, the item and its bytes would stay
                 needed -= self[key].cost
                 if needed <= 0:
                     return True
         return False
 
     def _keys_to_free(self, evicting: Iterable[Table]) -> Iterator[int]:
-        """The keys of items that extensions can spare, and of the items of these tables. A key may come twice."""
+        """Yields the keys of rows that extensions can spare, and of the items of `evicting`. A key may come twice."""
         for spare_keys in self.spare_keys:
             yield from spare_keys()
         for table in evicting:
@@ -325,14 +329,14 @@ class Leaving:
     reset. Freeing their objects one by one took up to 3 seconds, in which no client of any table was served.
 
     **How.** The change itself is one operation, whatever its size. It marks its rows as leaving in one pass over an
-    array (`columns.py`), removes them from the selectors, and counts them. From then on the rows are gone for draws,
-    lists, `get`, counts, commits and checkpoints. Nobody sees a part of the change, and nobody has to wait for it. The
-    change is complete even if its client goes away. Afterwards, this class frees slots, objects and payloads,
-    ROWS_PER_SLICE rows at a time. Other requests run between two slices.
+    array (`columns.py`), removes the rows from the selectors, and counts them. From then on the rows are gone for
+    draws, lists, `get`, counts, commits and checkpoints. Nobody sees a part of the change, and nobody has to wait for
+    it. The change is complete even if its client goes away. Afterwards, this class frees the slots, objects and
+    payloads of the rows, at most ROWS_PER_SLICE rows (a slice) at a time. Other requests run between two slices.
 
-    * The queue of slices holds the items, as a table or a batch would. So a payload stays, and its bytes count for the
-      server, until its slice is cleared. An insert that lacks these bytes clears the slices that it needs, and is not
-      refused.
+    * The queue of slices holds the items, as a table or a batch would. So the payload of an item stays, and its bytes
+      count towards `max_bytes`, until the slice of its row is cleared. An insert that needs these bytes is not refused:
+      it clears as many slices as it needs.
     * The next commit writes the whole change. If the server is killed between two slices, its next start deletes the
       payloads that have no item.
     * A change of at most ROWS_PER_SLICE rows clears its own rows at once. So between two operations, all rows that are
@@ -344,10 +348,11 @@ class Leaving:
         self._release = release
         self.rows_per_slice = rows_per_slice
         self._slices: deque[tuple[Columns, IntArray]] = deque()
-        """The slices that wait: slots (n,), and the Columns object that has them. A reset table has a new one."""
-        self._columns: Counter[Columns] = Counter()
+        """The slices that wait, the oldest first: the Columns object to which the slots belong, and the slots (n,). A
+        reset gives a table a new Columns object, and the slices from before the reset refer to the old object."""
+        self._slice_counts: Counter[Columns] = Counter()
         """The number of waiting slices of each Columns object."""
-        self._more = asyncio.Event()
+        self._added = asyncio.Event()
         """Set when slices are added."""
 
     def __len__(self) -> int:
@@ -355,25 +360,26 @@ class Leaving:
         return len(self._slices)
 
     def add(self, columns: Columns, slots: IntArray) -> None:
-        """Adds slots (n,) of `columns` that are leaving."""
+        """Adds slots (n,) of `columns` whose rows are leaving, divided into slices."""
         for start in range(0, slots.size, self.rows_per_slice):
             self._slices.append((columns, slots[start : start + self.rows_per_slice]))
-            self._columns[columns] += 1
-        self._more.set()
+            self._slice_counts[columns] += 1
+        self._added.set()
 
     def clear_slice(self) -> None:
         """Clears away the slice that has waited longest, if one waits."""
         if not self._slices:
             return
         columns, slots = self._slices.popleft()
-        self._columns[columns] -= 1
-        if not self._columns[columns]:
-            del self._columns[columns]
-        self._release(columns.free(slots))
+        self._slice_counts[columns] -= 1
+        if not self._slice_counts[columns]:
+            del self._slice_counts[columns]
+        keys = columns.free(slots)
+        self._release(keys)
 
     def holds_of(self, key: int) -> int:
         """The number of rows of this item that wait to be cleared away."""
-        return sum(columns.leaving(key) is not None for columns in self._columns)
+        return sum(columns.leaving(key) is not None for columns in self._slice_counts)
 
     def keys(self) -> Iterator[int]:
         """The keys of all rows that wait to be cleared away."""
@@ -382,23 +388,23 @@ class Leaving:
 
     def check(self) -> None:
         """Asserts that all rows of the slices are leaving, and that no other row is."""
-        assert self._columns == Counter(columns for columns, _ in self._slices)
-        waiting: Counter[Columns] = Counter()
+        assert self._slice_counts == Counter(columns for columns, _ in self._slices)
+        waiting_rows: Counter[Columns] = Counter()
         for columns, slots in self._slices:
             assert 0 < slots.size <= self.rows_per_slice, slots.size
             assert (columns.state[slots] == LEAVING).all(), "a row that waits to be cleared away is not leaving"
-            waiting[columns] += slots.size
-        for columns, count in waiting.items():
+            waiting_rows[columns] += slots.size
+        for columns, count in waiting_rows.items():
             assert np.count_nonzero(columns.state == LEAVING) == count, "a slot is in two slices, or in none"
 
     async def run(self) -> None:
         """Clears away one slice after the other, until the task is cancelled. Other tasks run between two slices.
 
-        No request depends on this task: an insert that needs these bytes clears away the slices itself.
+        No request has to wait for this task, because an insert that needs the bytes clears away the slices itself.
         """
         while True:
-            await self._more.wait()
-            self._more.clear()
+            await self._added.wait()
+            self._added.clear()
             while self._slices:
                 self.clear_slice()
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # lets other tasks run

@@ -4,13 +4,17 @@
     can_insert(n):  size + n <= min_size  or  (inserts + n) * spi - samples <= max_diff
 
 with size = inserts - deletes, and spi = samples_per_insert. These are Reverb's inequalities (google-deepmind/reverb,
-reverb/cc/rate_limiter.cc). Deletes and evictions change `size`, and not the difference inserts * spi - samples. There
-are two exceptions, in which the samples that a leaving item still owed count as samples. In a queue or stack, where the
-difference is the number of places in use, this holds for every item that leaves. In other tables, it holds for items
-that are dropped as stale or undone.
+reverb/cc/rate_limiter.cc).
 
-Items that wait for a column do not count as `size` in can_sample, but count everywhere else: they fill a queue, and
-cannot be sampled.
+An item that leaves changes `size`, but usually not the difference inserts * spi - samples. In two cases, however, the
+samples that the item can no longer give count as samples. Their number is spi minus the number of times that the item
+was sampled, if that is above 0.
+
+* In a queue or stack, they count for every item that leaves, because the difference is the number of places in use.
+* In other tables, they count for items that are dropped as stale or undone.
+
+Items that wait for a column do not count as `size` in can_sample, because they cannot be sampled yet. They count
+everywhere else, so they take places in a queue.
 """
 
 from __future__ import annotations
@@ -21,9 +25,9 @@ from dataclasses import dataclass
 
 @dataclass
 class RateLimiter:
-    """One limiter: its four constants, and its three counters since the start or reset.
+    """The limiter of one table, with four constants, and with three counters that begin at 0 after a reset.
 
-    Its size is the size of its table. No counter is below 0, and `min_diff` is at most `max_diff`.
+    The size of the limiter is the size of the table. No counter is below 0, and `min_diff` is at most `max_diff`.
     """
 
     samples_per_insert: float
@@ -32,15 +36,15 @@ class RateLimiter:
     max_diff: float
     inserts: int = 0
     samples: float = 0
-    """The samples that were drawn, and the samples that items still owed when they left (`Table._drop`).
+    """The number of drawn samples, plus the samples that items could no longer give when they left (`Table._drop`).
 
-    It may be a fraction.
+    The sum may be a fraction.
     """
     deletes: int = 0
 
     @property
     def size(self) -> int:
-        """Items in the table."""
+        """The number of items in the table."""
         return self.inserts - self.deletes
 
     def check(self, size: int) -> None:
@@ -74,15 +78,20 @@ class RateLimiter:
         return most
 
     def largest_batch(self) -> float:
-        """The largest batch that can be sampled at once. Inserting stops before a larger batch is complete."""
-        # Inserting stops when inserts * spi - samples reaches this difference: max_diff or, if that is more, the
-        # difference of the first min_size items, which may always be inserted. A sample must leave the difference at
-        # min_diff or above.
+        """The size of the largest batch that can ever be sampled at once.
+
+        A larger batch would wait for ever, because inserting stops before the table has enough items for the batch.
+        """
+        # Inserts raise the difference inserts * spi - samples up to max_diff. The first min_size items may be inserted
+        # even if they raise the difference above max_diff.
         largest_difference = max(self.max_diff, self.samples_per_insert * self.min_size)
-        return largest_difference - self.min_diff
+        return largest_difference - self.min_diff  # after the sample, the difference must not be below min_diff
 
     def why_no_insert(self, n: int) -> str:
-        """Why `n` items may not be inserted: in words, then the inequality. Call it if `can_insert(n)` is false."""
+        """Says why `n` items may not be inserted: in words, then by the inequality that does not hold.
+
+        Call it only if `can_insert(n)` is false.
+        """
         spi = self.samples_per_insert
         difference = (self.inserts + n) * spi - self.samples
         if spi == 1 and self.min_diff == 0:  # a queue or stack
@@ -96,9 +105,10 @@ class RateLimiter:
         )
 
     def why_no_sample(self, n: int, waiting: int = 0, words: str = "") -> str:
-        """Why `n` items may not be sampled: in words, then the inequality. Call it if `can_sample(n)` is false.
+        """Says why `n` items may not be sampled: in words, then by the inequality that does not hold.
 
-        `words` say how many items wait, and for what.
+        Call it only if `can_sample(n, waiting)` is false. `waiting` items of the table wait for columns, and `words`
+        says so with the names of the columns.
         """
         ready = self.size - waiting
         if ready < self.min_size:
@@ -114,26 +124,30 @@ class RateLimiter:
 
 
 def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tuple[float, float] | None) -> RateLimiter:
-    """A limiter that keeps samples / inserts near `spi`, which is above 0.
+    """Makes a limiter that keeps samples / inserts near `spi`, which is above 0.
 
-    error_buffer: a number e bounds the difference inserts * spi - samples to spi * min_size ± e. A pair is (min_diff,
-    max_diff). None: e is 10 * max(1, spi). Raises ValueError if the range is too narrow, so that inserts and samples
-    would block each other for ever, and if min_diff is so high that min_size no longer decides when sampling begins.
+    error_buffer: a number e keeps the difference inserts * spi - samples within spi * min_size ± e. A pair is
+    (min_diff, max_diff). None: e is 10 * max(1, spi).
+
+    Raises ValueError if the range from min_diff to max_diff is so narrow that inserts and samples would block each
+    other for ever. Raises it also if min_diff is so high that sampling could not begin with min_size items.
     """
     middle = spi * min_size
     if isinstance(error_buffer, tuple):
         least, most = error_buffer
     else:
         if error_buffer is None:
-            # With the narrowest buffer allowed, each side soon waits for the other. Ten times that leaves room.
+            # With the narrowest range, e = max(1, spi), inserts and samples would often have to wait for each other.
+            # Ten times this error leaves room.
             error = 10 * max(1.0, spi)
         else:
             error = error_buffer
         least = middle - error
         most = middle + error
-    # An insert raises the difference by spi, and a sample lowers it by 1. The range has room for the larger step twice.
+    # An insert raises the difference by spi, and a sample lowers it by 1. The range must be at least twice as wide as
+    # the larger of these steps.
     narrowest = 2 * max(1.0, spi)
-    if not most - least >= narrowest:  # also for NaN
+    if not most - least >= narrowest:  # not written as `<`, because this must also reject NaN
         raise ValueError(
             f"max_diff {most:.12g} - min_diff {least:.12g} must be at least 2 * max(1, samples_per_insert) = "
             f"{narrowest:.12g}, or inserts and samples block each other: widen error_buffer"
@@ -143,4 +157,4 @@ def sample_to_insert_ratio(spi: float, min_size: int, error_buffer: float | tupl
             f"min_diff {least:.12g} is above samples_per_insert * min_size = {middle:.12g}: sampling would begin later "
             f"than min_size says; lower min_diff or raise min_size"
         )
-    return RateLimiter(spi, min_size, least, most)
+    return RateLimiter(samples_per_insert=spi, min_size=min_size, min_diff=least, max_diff=most)

@@ -1,8 +1,16 @@
-"""TRL's AsyncGRPOTrainer with a replay server as rollout queue: generators run anywhere, and outlive the trainer.
+"""Connects TRL's AsyncGRPOTrainer to a replay server, which is its queue of rollouts.
+
+Generators can run on any machine, and they go on when the trainer ends.
 
 replay generate ──insert──▶ rollouts ──lease──▶ ServerRollouts.rollout_buffer ──▶ AsyncGRPOTrainer ──▶ checkpoint
       ▲                        └──forward──▶ replay ──replaces zero variance──┘         │                  │
       └────────────── policy version, folder of weights ◀── update_model_version ◀──────┘   acknowledged ◀─┘
+
+* The trainer leases groups of the table `rollouts`. It acknowledges them when a checkpoint contains them.
+* The server forwards groups of `rollouts` to the table `replay`. If all rewards of a fresh group are equal, so that it
+  has no variance, the trainer trains on a group of `replay` instead.
+* After an update, the trainer writes the weights into a folder, and announces the folder with a policy version.
+  Generators load the weights from there.
 """
 
 from __future__ import annotations
@@ -50,87 +58,97 @@ with hooks_of("AsyncGRPO"):
 
 @dataclass(frozen=True)
 class _Group:
-    """A group that was handed out to TRL. For its places, see `Progress`."""
+    """A group that was handed out to TRL. `Progress` says what the place of a sequence is."""
 
     sample: Sample
+    """The group, as the server returned it."""
     skipped: int
     """The number of first sequences that were not handed out, because the trainer has trained on them before."""
-    before: int
-    """The last place before this group. The first sequence that is handed out has the place `before` + 1."""
-    last: int
+    place_before: int
+    """The last place before this group. The first sequence that is handed out has the place `place_before` + 1."""
+    last_place: int
     """The place of the last sequence."""
 
 
 class Progress:
-    """The progress of TRL's AsyncGRPOTrainer through the groups that it took from its queue.
+    """Tracks how far TRL's AsyncGRPOTrainer has trained on the groups that it took from its queue.
 
-    taken from the queue ──▶ collated into a micro-batch ──▶ trained on
-          place 1, 2, ...         ahead of training            everything up to a place is done
+    TRL takes a sequence    ──▶    TRL collates a micro-batch    ──▶    TRL trains on the micro-batch
+    it gets place 1, 2, ...        `_collated` gets its last place      `_done` becomes its last place
 
-    * A sample is a sequence of a group. Its place is its position in the order in which TRL takes samples, from 1 on.
-    * TRL keeps the order of the queue: each micro-batch holds the samples that follow the micro-batch before.
-    * TRL drops samples that are too old or too long. A dropped sample counts as done when a later sample is done.
-    * Only one thread uses a Progress: TRL's loop.
+    * TRL takes the sequences of groups one by one, and calls each of them a sample. A `Sample` of the server is a whole
+      group.
+    * The place of a sequence is its position in the order in which TRL takes sequences. The first place is 1.
+    * TRL keeps the order of the queue, so each micro-batch holds the sequences that follow those of the micro-batch
+      before.
+    * TRL collates micro-batches before it needs them.
+    * TRL drops sequences that are too old or too long. A dropped sequence counts as done when a later one is done.
+    * Only the thread of TRL's loop uses a Progress.
     """
 
     def __init__(self) -> None:
-        self._last = 0
-        """The place of the sample that was handed out last."""
+        self._last_place = 0
+        """The place of the sequence that was handed out last."""
         self._done = 0
-        """All samples up to this place are trained on, or dropped."""
+        """All sequences up to this place are trained on, or dropped."""
         self._groups: deque[_Group] = deque()
         """The groups with sequences that are not trained on yet, in the order in which they were handed out."""
         self._places: dict[int, int] = {}
-        """The place of each sample, by the id of its `input_ids`, which TRL passes on as they are."""
+        """`id` of the `input_ids` of a sequence -> its place. TRL passes the array `input_ids` on without a copy."""
         self._collated: deque[int] = deque()
         """The last place of each micro-batch that is collated and not trained on yet, oldest first."""
         self._skip: dict[int, int] = {}
-        """By key of a group that was trained on in part: the number of its first sequences to leave out."""
-        self._number = 0
-        """The number of the last group in TRL's count."""
+        """Key of a group that was trained on in part before this run -> the number of its first sequences to leave
+        out."""
+        self._last_number = 0
+        """The number of the last group. TRL knows a group by this number."""
 
     def watch(self, collator: Any) -> None:
-        """From now on TRL's collator appends the place of the last sample of each micro-batch to `_collated`."""
+        """Makes TRL's collator append the last place of each micro-batch to `_collated`, from now on."""
         collate = collator.torch_call
 
         def note_and_collate(examples: list[Any]) -> Any:
             """TRL calls this for each micro-batch, in place of `torch_call`."""
-            # `examples` has one element: the list of rows of a micro-batch, with a row for each rank.
-            samples = [sample for row in examples[0] for sample in row.samples]
-            self._collated.append(max(self._places[id(sample["input_ids"])] for sample in samples))
+            rows = examples[0]  # the only element: a micro-batch, as a list with a row for each rank
+            sequences = [sequence for row in rows for sequence in row.samples]
+            places = [self._places[id(sequence["input_ids"])] for sequence in sequences]
+            self._collated.append(max(places))
             return collate(examples)
 
         collator.torch_call = note_and_collate
 
     def skip(self, begun: dict[int, int]) -> None:
-        """From now on leaves out the sequences that the trainer has trained on before.
+        """Notes which sequences to leave out, because the trainer has trained on them before.
 
-        `begun`: the value of the property `begun` that is stored in the checkpoint from which the trainer goes on.
+        `begun`: the property `begun` of the run before, from the checkpoint from which the trainer goes on: the key of
+        a group -> the number of its first sequences that the trainer has trained on.
         """
         self._skip = begun
 
     def begin(self, sample: Sample) -> tuple[int, int]:
-        """A number for a new group, and the number of its sequences that the trainer has trained on before."""
-        self._number += 1
-        return self._number, self._skip.pop(sample.info.key, 0)
+        """Returns a number for a new group, and how many of its first sequences to leave out."""
+        self._last_number += 1
+        skipped = self._skip.pop(sample.info.key, 0)
+        return self._last_number, skipped
 
     def hand_out(self, sample: Sample, skipped: int, rows: list[np.ndarray]) -> None:
-        """Notes that TRL gets the sequences of a group in this order, without the first `skipped` sequences.
+        """Gives places to the sequences of a group, which TRL gets now, in this order.
 
-        `rows`: the `input_ids` of each sequence that TRL gets.
+        `skipped`: the number of first sequences of the group that TRL does not get. `rows`: the `input_ids` of each
+        sequence that TRL gets.
         """
-        before = self._last
+        place_before = self._last_place
         for input_ids in rows:
-            self._last += 1
-            self._places[id(input_ids)] = self._last
-        self._groups.append(_Group(sample, skipped, before, self._last))
+            self._last_place += 1
+            self._places[id(input_ids)] = self._last_place
+        self._groups.append(_Group(sample, skipped, place_before, self._last_place))
 
     def trained(self) -> None:
         """Notes that the trainer has trained on the oldest micro-batch in `_collated`."""
         self._done = self._collated.popleft()
-        while self._groups and self._groups[0].last <= self._done:
+        while self._groups and self._groups[0].last_place <= self._done:
             self._groups.popleft()
-        # Forgets the places of these samples: Python may reuse the id of an array that was freed.
+        # Forget the places up to `_done`, because Python may reuse the id of an array that was freed.
         self._places = {array_id: place for array_id, place in self._places.items() if place > self._done}
 
     @property
@@ -140,11 +158,12 @@ class Progress:
 
     @property
     def begun(self) -> list[tuple[int, int]]:
-        """The keys of groups that are trained on in part, with the number of first sequences that are trained on."""
-        counts = dict(self._skip)  # groups of the run before that were not drawn again yet
+        """The key of each group that is trained on in part, and the number of its first sequences that are trained
+        on."""
+        counts = dict(self._skip)  # the groups that the run before has begun, and that were not drawn again yet
         for group in self._groups:
-            trained_here = max(0, self._done - group.before)
-            count = group.skipped + trained_here
+            trained_in_this_run = max(0, self._done - group.place_before)
+            count = group.skipped + trained_in_this_run
             if count:
                 counts[group.sample.info.key] = count
         return list(counts.items())
@@ -159,13 +178,15 @@ _LONG_WAIT = 30.0
 
 
 class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Pass this object to an AsyncGRPOTrainer as `rollout_worker`, as `weight_transfer` and as a callback. It serves
-    one call of `train`.
+    """Feeds an AsyncGRPOTrainer with the groups of a server, and publishes its weights, during one call of `train`.
+
+    Pass this object to the trainer as `rollout_worker`, as `weight_transfer` and as a callback.
 
     * The groups that the trainer takes stay leased until a checkpoint of TRL contains the steps that used them.
-    * TRL counts its versions from 1 whenever it starts. The server goes on counting from its newest version.
+    * TRL counts its versions anew whenever it starts. The server goes on counting from its newest version.
     * While the server is away, the trainer waits.
-    * A rollout may have several sequences. A group with token_advantages is rejected, because TRL cannot use them.
+    * A rollout may have several sequences.
+    * A group with token_advantages is rejected, because TRL has one advantage for all tokens of a sequence.
     """
 
     def __init__(
@@ -179,13 +200,13 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         keep_weights: int = 2,
         lease: float = 300.0,
     ) -> None:
-        """`address`: host:port; None: REPLAY_ADDRESS. `output_dir`: the folder in which generators find the weights. It
-        keeps the `keep_weights` newest versions, and only one run at a time may use it.
+        """`address`: host:port; None: REPLAY_ADDRESS. `output_dir`: the folder in which generators find the weights.
+        The folder keeps the `keep_weights` newest versions, and only one run at a time may use it.
 
         `table`: the table of fresh groups. `pool`: the table whose groups replace groups whose rewards are all equal;
-        None: nothing is replaced. `max_staleness`: pass the value of AsyncGRPOConfig, with which TRL drops older
-        samples. `lease`: seconds after which the server takes back the groups of a trainer that died and was not
-        started again. Raises TableNotFoundError if the server lacks a table.
+        None: nothing is replaced. `max_staleness`: the same value as in AsyncGRPOConfig; no older group replaces
+        another one, because TRL would drop its sequences. `lease`: seconds after which the server takes back the groups
+        of a trainer that died and was not started again. Raises TableNotFoundError if the server lacks a table.
         """
         self._output_dir = Path(output_dir).resolve()
         self._keep_weights = keep_weights
@@ -206,6 +227,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self.rollout_buffer = _ServerQueue(self._draw)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._replaces = pool is not None
+        """True if groups of the pool replace groups whose rewards are all equal."""
         self._table = table
         self._progress = Progress()
         self._trained = TrainedGroups()
@@ -220,7 +242,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._compared = False
         """True once the models of the generators were compared with `_facts`, which happens at the first group."""
         self._sampling: dict[str, float] = {}
-        """The sampling for which TRL computes log-probabilities: over all tokens, at its temperature."""
+        """The settings of sampling for which TRL computes log-probabilities: its temperature. No setting limits the
+        tokens, because TRL computes with all of them."""
         self._weights: dict[str, Tensor] = {}
         """The weights that TRL sent last, until they are published."""
         self._policy: Policy | None = None
@@ -233,7 +256,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     # ------------------------------------------------------------------------------------------------- the callback
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        """Reads the model's generation_config.json, before TRL changes the ids in it to the ids of the tokenizer."""
+        """Creates the writer of the weights. It reads the model's generation_config.json at this time, because TRL
+        changes the token ids in these settings to those of the tokenizer later."""
         self._writer = WholeModel(_base_of(model))
 
     def on_train_begin(
@@ -268,9 +292,9 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             )
         self._progress.watch(train_dataloader.collate_fn)
         newest = max(map(version_of, published(self._output_dir)), default=0)
-        # Fixes the offset of the server's versions from TRL's, which count from 0 at each start.
-        self._reach(partial(self._pool.version_of, 0, newest))
-        saved = state.stateful_callbacks.get(type(self).__name__)
+        # TRL counts versions from 0 at each start. This first call fixes by how much the server's versions are higher.
+        self._reach(partial(self._pool.version_of, step=0, at_least=newest))
+        saved = state.stateful_callbacks.get(type(self).__name__)  # what `on_step_end` stored; None: a run begins
         if saved:
             groups = TrainedGroups.from_state_dict(saved["groups"])
             self._progress.skip(dict(saved["begun"]))
@@ -278,8 +302,13 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             groups = TrainedGroups()
             self._progress.skip({})
         checkpoint = _checkpoint_of(args, state)
-        # Without a location of weights, because TRL sends the weights of the checkpoint next.
+        # No location of weights is given here, because TRL sends the weights of the checkpoint next.
         self._policy = self._protocol.resume(groups, _state_of(checkpoint), where=checkpoint)
+        self._warn_of_other_reader()
+        self._leases.start()
+
+    def _warn_of_other_reader(self) -> None:
+        """Logs a warning if another reader holds leases on groups of the table. Call it before the first draw."""
         leased = self._reach(self.client.server_info).tables[self._table].reserved
         if leased:
             logger.warning(
@@ -287,7 +316,6 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
                 counted(leased, "group"),
                 self._table,
             )
-        self._leases.start()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Notes that TRL has trained on a micro-batch. For the last one of a step, TRL calls `on_step_end` instead."""
@@ -295,14 +323,14 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._progress.trained()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Notes that TRL has trained on the last micro-batch of a step. A checkpoint that is written now contains the
-        groups of this step."""
+        """Notes that TRL has trained on the last micro-batch of a step. Stores the groups of all steps so far in
+        `state`, because TRL may write a checkpoint next."""
         if not state.is_world_process_zero:
             return
         self._progress.trained()
         # All groups under leases, except those with sequences that are not trained on yet.
-        self._trained = self._leases.trained(self._progress.left)
-        # TRL writes this into the checkpoint's trainer_state.json.
+        self._trained = self._leases.trained(left=self._progress.left)
+        # TRL writes `stateful_callbacks` into the checkpoint's trainer_state.json.
         state.stateful_callbacks[type(self).__name__] = {
             "groups": self._trained.state_dict(),
             "begun": self._progress.begun,
@@ -317,14 +345,15 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         (folder / _STATE).write_text(json.dumps(asdict(saved)))
         for path in [*folder.rglob("*"), folder, folder.parent]:
             to_disk(path)  # before the server forgets the groups that the checkpoint contains
+        acknowledged = self._queue.acknowledge(self._trained)
         # A state is named only after all groups of its checkpoint are acknowledged.
-        if self._queue.acknowledge(self._trained) and self._protocol.retains:
+        if acknowledged and self._protocol.retains:
             # Naming a state also sets the policy, so no other trainer may have set it.
             self._check_alone(self._reach(self.client.policy))
             self._protocol.name(saved, self._current.weights)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Acknowledges the groups of all steps at the end of the run. The trainer has then ended as planned."""
+        """Acknowledges the groups of all steps, and notes that the run has ended as planned."""
         if state.is_world_process_zero:
             self._queue.acknowledge(self._trained)
             self._ended = True
@@ -345,7 +374,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         Time in which the server is away does not count.
         """
         now = time.monotonic()
-        waited = now - (self._hungry_since or now)
+        waited = 0.0 if self._hungry_since is None else now - self._hungry_since
         try:
             info = self.client.server_info(tables=[self._table], timeout=5.0).tables[self._table]
         except GONE as error:
@@ -373,8 +402,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
             self._output_dir,
             version,
             self._keep_weights,
-            # No probe, because it needs a forward pass, which is not possible here if weights are partitioned.
-            None,
+            # A probe needs a forward pass, which is not possible here if weights are partitioned.
+            probe=None,
             weights=self._weights,
             facts=self._facts,
         )
@@ -383,7 +412,7 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
 
     @property
     def _current(self) -> Policy:
-        """The policy that this trainer found at its start or announced last. Only after training has begun."""
+        """The policy that this trainer found at its start or announced last. Use it only after training has begun."""
         assert self._policy is not None, "training has not begun"
         return self._policy
 
@@ -391,7 +420,8 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         """Raises RuntimeError if another trainer has changed the policy that this trainer announced last."""
         policy = self._current
         unchanged = found.version == policy.version and found.weights == policy.weights
-        # A lower version is no sign of another trainer: the server was started again without its data.
+        # A lower version is no sign of another trainer, because a server that was started again without its data has
+        # a lower version.
         if found.version >= policy.version and not unchanged:
             raise RuntimeError(
                 f"the server is at policy version {found.version} with the weights {found.weights or 'of nobody'}, and "
@@ -401,21 +431,26 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
     # ------------------------------------------------------------------------------------------ the weight transfer
 
     def init_weight_transfer(self) -> None:
-        """Raises RuntimeError if this object is not a callback of the trainer. Weights travel through the folder."""
+        """Checks that this object is a callback of the trainer; raises RuntimeError if it is not.
+
+        Nothing else has to be prepared, because weights travel through the folder.
+        """
         if self._policy is None:
             raise RuntimeError("ServerRollouts is not among the callbacks: AsyncGRPOTrainer(..., callbacks=[rollouts])")
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Keeps a copy of the weights until `update_model_version` publishes them."""
+        """Copies the weights to the memory of the host, until `update_model_version` publishes them."""
         self._weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
 
-    pause = resume = destroy = start  # they do nothing either
+    pause = resume = destroy = start  # these methods do nothing, like `start`
 
     # ------------------------------------------------------------------------------------------------------- groups
 
     def _draw(self) -> list[RolloutSample]:
-        """The samples of the next group; empty if no group came in time, if the server is away, or if the group was
-        rejected."""
+        """Draws the next group, and returns its sequences, or those of the group that replaces it.
+
+        The result is empty if no group came in time, if the server is away, or if the group was rejected.
+        """
         if self._hungry_since is None:
             self._hungry_since = time.monotonic()
         drawn = self._queue.draw()
@@ -424,15 +459,16 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         self._hungry_since = None
         [sample] = drawn  # each batch of the sampler has one group
         if self._pool.puts_aside(sample, self._table):
-            # Nothing else to do: the lease of a rejected group ends with the leases of the groups of this step.
-            self.metrics_queue.put({"replay/groups_unusable_total": 1.0})  # TRL adds up the values of a `_total`
+            # The lease of a rejected group needs no care here. It ends with the leases of the groups of this step.
+            self.metrics_queue.put({"replay/groups_unusable_total": 1.0})
             return []
         self._check_model_and_sampling(sample.group)
         zero_variance = not carries_gradient(sample.group)
         replacement: list[Sample] = []
         if zero_variance and self._replaces:
             replacement = self._draw_replacement(sample.group.group_size)
-        # TRL logs the mean of a number, (sum of the first) / (sum of the second) of a pair, and the sum of a `_total`.
+        # TRL combines the values that a metric had since the last log. It logs the sum of a metric `_total`, the mean
+        # of other numbers, and for pairs: the sum of the first numbers / the sum of the second numbers.
         self.metrics_queue.put(
             {
                 "replay/fresh_reward": float(sample.group.rewards.mean()),
@@ -440,10 +476,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
                 "replay/groups_replaced_total": float(len(replacement)),
             }
         )
-        number, skipped = self._progress.begin(sample)
+        group_number, skipped = self._progress.begin(sample)
         trained_sample = replacement[0] if replacement else sample
-        # The lease is that of the fresh group, even if a replacement is trained on.
-        rows = self._samples(trained_sample, number)[skipped:]
+        rows = self._samples(trained_sample, group_number)[skipped:]
+        # Pass `sample` even if a replacement is trained on, because the lease is that of the fresh group.
         self._progress.hand_out(sample, skipped, [row.input_ids for row in rows])
         return rows
 
@@ -457,9 +493,10 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
                 raise RuntimeError(difference)
         other = other_sampling(group.sampling, self._sampling)
         if other:
-            name, drew, computes = other
+            name, drawn_value, own_value = other
             raise ValueError(
-                f"a group of {self._table!r} was drawn with {name} {drew}, and TRL computes with {name} {computes}: "
+                f"a group of {self._table!r} was drawn with {name} {drawn_value}, "
+                f"and TRL computes with {name} {own_value}: "
                 "give both one temperature, no top_p, top_k or min_p, and `replay table reset` the table"
             )
 
@@ -468,19 +505,21 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         such group."""
         version = 0 if self._policy is None else self._policy.version
         scope = f"{self._run}/{version}"
-        return self._reach(partial(self._pool.draw, 1, scope, partial(self._fits, size)))
+        accept = partial(self._fits, size)
+        return self._reach(partial(self._pool.draw, count=1, scope=scope, accept=accept))
 
     def _fits(self, size: int, group: RolloutGroup) -> bool:
         """True if a stored group has `size` rollouts, and was sampled with the settings of this trainer."""
         return group.group_size == size and not other_sampling(group.sampling, self._sampling)
 
-    def _samples(self, sample: Sample, number: int) -> list[RolloutSample]:
-        """The sequences of a group, in the form in which TRL's worker would queue them. `number`: the number of the
-        group in TRL.
+    def _samples(self, sample: Sample, group_number: int) -> list[RolloutSample]:
+        """The sequences of a group, in the form in which TRL's worker would queue them.
 
-        TRL accepts a rollout of several sequences, and calls it a conversation that forks: each sequence has the
-        advantage of the rollout, and the loss is a mean over tokens. TRL's metrics are means over the samples that have
-        metrics. So only the first sequence of each rollout has metrics, and each rollout counts once.
+        `group_number`: the number by which TRL knows the group.
+
+        TRL accepts a rollout of several sequences, and calls it a conversation that forks. Each sequence has the
+        advantage of the rollout, and the loss is a mean over tokens. TRL's metrics are means over the sequences that
+        have metrics. So only the first sequence of each rollout gets metrics, and each rollout counts once.
         """
         group = sample.group
         prompt = np.asarray(group.prompt_ids, dtype=np.int64)
@@ -490,20 +529,20 @@ class ServerRollouts(TrainerCallback):  # type: ignore[misc]  # transformers has
         mask = known & group.trained_mask
         logprobs = np.where(known, group.rollout_logprobs, 0.0)
         samples = []
-        rollouts_S = group.sequence_rollouts
-        for sequence, (k, tokens) in enumerate(zip(rollouts_S, group.sequence_spans(), strict=True)):
-            completion = group.completion_ids[tokens]
+        rollouts_S = group.sequence_rollouts  # the number of the rollout of each sequence
+        for sequence, (k, span) in enumerate(zip(rollouts_S, group.sequence_spans(), strict=True)):
+            completion = group.completion_ids[span]
             first_of_rollout = sequence == 0 or rollouts_S[sequence - 1] != k
             samples.append(
                 RolloutSample(
                     prompt=[{"role": "user", "content": self._text(group.prompt_ids)}],
                     completion=[{"role": "assistant", "content": self._text(completion)}],
                     input_ids=np.concatenate([prompt, completion]).astype(np.int64),
-                    completion_mask=np.concatenate([zeros, mask[tokens]]).astype(np.int64),
-                    old_log_probs=np.concatenate([zeros, logprobs[tokens]]).astype(np.float32),
+                    completion_mask=np.concatenate([zeros, mask[span]]).astype(np.int64),
+                    old_log_probs=np.concatenate([zeros, logprobs[span]]).astype(np.float32),
                     advantage=float(group.advantages[k]),
                     model_version=group.policy_version - self._pool.version_of(0),  # in TRL's count
-                    group_id=number,
+                    group_id=group_number,
                     metrics=_metrics(group, k) if first_of_rollout else {},
                     enqueued_at=time.time() - sample.info.age,
                 )
@@ -523,31 +562,35 @@ def _base_of(model: Any) -> Any:
 
 
 class _ServerQueue:
-    """The part of `queue.Queue` that TRL's trainer uses, with the samples of one group after the other."""
+    """A queue of the sequences of one group after the other. It has the methods of `queue.Queue` that TRL's trainer
+    uses."""
 
     def __init__(self, draw: Callable[[], list[RolloutSample]]) -> None:
-        """`draw`: returns the samples of the next group; empty if there is none yet."""
+        """`draw`: waits for a short time for the next group, and returns its sequences; empty if no group came."""
         self._draw = draw
         self._samples: deque[RolloutSample] = deque()
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
-        """The next sample. Raises queue.Empty after `timeout` seconds or a little later. None: waits without limit."""
+        """Returns the next sequence. Raises queue.Empty if there is none.
+
+        If `block` is set, waits for a sequence for `timeout` seconds or a little longer; None: without limit.
+        """
         end = float("inf")
         if timeout is not None:
             end = time.monotonic() + timeout
         while not self._samples:
-            self._samples.extend(self._draw())  # waits for a short time for a group
+            self._samples.extend(self._draw())
             if not self._samples and (not block or time.monotonic() >= end):
                 raise queue.Empty
         return self._samples.popleft()
 
     def qsize(self) -> int:
-        """The number of samples that are drawn and not handed out."""
+        """The number of sequences that are drawn and not handed out."""
         return len(self._samples)
 
 
 def _checkpoint_of(args: Any, state: TrainerState) -> Path:
-    """The folder into which TRL writes the checkpoint of this step."""
+    """The folder into which TRL writes the checkpoint of the step of `state`."""
     return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
@@ -582,7 +625,7 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 def _metrics(group: RolloutGroup, k: int) -> dict[str, float]:
     """The metrics of rollout `k` of a group, by the names that TRL's worker gives them.
 
-    `reward_std` divides by G - 1 and TRL's worker by G, so this value is a little larger.
+    `reward_std` is computed with the divisor G - 1. TRL's worker divides by G, so its value is a little smaller.
     """
     return {
         "reward": float(group.rewards[k]),

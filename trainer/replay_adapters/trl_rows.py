@@ -1,4 +1,5 @@
-"""GeneratedRows: the rows of a generation as TRL's trainer holds them. GenerationStep: the state of a generation."""
+"""Holds the rows of a generation of TRL's trainer (`GeneratedRows`), and the state of the generation
+(`GenerationStep`)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from replay_client import RolloutGroup, Sample
 
 @dataclass
 class GeneratedRows:
-    """The B rows of one generation on this rank, as TRL holds them: each field has a list for each row."""
+    """The B rows of one generation on this rank, as TRL holds them: each field is a list with B lists, one for each
+    row."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
@@ -39,15 +41,15 @@ class GeneratedRows:
         )
 
     def mask(self) -> list[list[int]]:
-        """`tool_mask`. If TRL has no tool_mask, sets it to ones first."""
+        """Returns `tool_mask`. If it is None, sets it to ones for all tokens first."""
         if self.tool_mask is None:
             self.tool_mask = [[1] * len(ids) for ids in self.completion_ids]
         return self.tool_mask
 
     def put(self, row: int, group: RolloutGroup, k: int) -> None:
-        """Replaces a row by completion `k` of `group`."""
+        """Replaces the row with the number `row` by the sequence `k` of `group`."""
         if group.loss_mask is not None:
-            self.mask()  # so that `tool_mask` exists below
+            self.mask()  # sets `tool_mask`, which gets the loss mask below
         span = group.sampled_spans()[k]
         self.prompt_ids[row] = group.prompts()[k].tolist()
         self.completion_ids[row] = group.completion_ids[span].tolist()
@@ -65,7 +67,7 @@ class FreshRow(NamedTuple):
     prompt_ids: list[int]
     completion_ids: list[int]
     mask: list[int] | None
-    """As `tool_mask` of GeneratedRows."""
+    """1 for tokens that the policy wrote, 0 for tokens of tools; None: the policy wrote all tokens."""
     logprobs: list[float]
     """NaN: unknown."""
 
@@ -80,7 +82,7 @@ class GenerationStep:
 
     inputs: list[dict[str, Any]]
     size: int
-    """G, rows of a group."""
+    """G, the number of rows of a group."""
     first: int
     """The number of the first row of this rank."""
     version: int
@@ -94,22 +96,23 @@ class GenerationStep:
     trained: list[bool] = field(default_factory=list)
     """True for each fresh row of all ranks that has a token which the policy wrote."""
     final_rewards: Tensor | None = None
-    """The rewards of the rows of all ranks after the replacement, until TRL asks for them."""
+    """The rewards of the rows of all ranks after the replacement; None before it, and after TRL has asked for them."""
     fresh_logprobs: Tensor | None = None
     """(B, T) log-probabilities of the fresh rows under the current weights. Only set if replaced rows may have to be
     stored."""
     replaced: dict[int, Sample] = field(default_factory=dict)
-    """The samples that replace groups that this rank owns, by the group that is replaced."""
+    """Number of a replaced group that this rank owns -> the sample that replaces it."""
     stored: dict[int, RolloutGroup] = field(default_factory=dict)
-    """The stored groups that replace groups with rows on this rank, by the group that is replaced."""
+    """Number of a replaced group that has rows on this rank -> the stored group that replaces it."""
     other_rewards: int = 0
-    """Groups of the pool that other reward functions scored."""
+    """The number of groups drawn from the pool that other reward functions scored."""
     missing: int = 0
-    """Groups whose rewards are all equal, and for which the pool had no replacement."""
+    """The number of groups that this rank owns, whose rewards are all equal, and for which the pool had no
+    replacement."""
     zero_variance: int = 0
-    """Groups that this rank owns and whose rewards are all equal."""
+    """The number of groups that this rank owns and whose rewards are all equal."""
     ratio: tuple[float, float] = (0.0, 0.0)
-    """(sum of the importance ratio over replayed tokens, number of these tokens)."""
+    """(sum of the importance ratios of the replayed tokens, number of these tokens)."""
     seconds: float = 0.0
     """Seconds of this generation that were spent on replay."""
 
@@ -135,11 +138,12 @@ class GenerationStep:
         return self.first + len(self.inputs)
 
     def rows_of(self, group: int) -> slice:
-        """The rows of a group, counted over all ranks."""
+        """The slice that takes the rows of a group from the rows of all ranks."""
         return slice(group * self.size, (group + 1) * self.size)
 
     def places(self, group: int) -> list[tuple[int, int]]:
-        """(row of this rank, completion of the group) for each row of the group on this rank."""
+        """For each row of the group on this rank: its number among the rows of this rank, and its number in the
+        group."""
         places = []
         for k in range(self.size):
             row = group * self.size + k - self.first
@@ -148,7 +152,10 @@ class GenerationStep:
         return places
 
     def take_rewards(self, *_: Any) -> Tensor:
-        """Replaces TRL's `_calculate_rewards` for one call: returns `final_rewards`, which are computed already."""
+        """Returns `final_rewards`, and sets the attribute to None.
+
+        TRL calls this once in place of its `_calculate_rewards`, because the rewards are computed already.
+        """
         assert self.final_rewards is not None
         rewards = self.final_rewards
         self.final_rewards = None
@@ -164,15 +171,15 @@ class GenerationStep:
 
 def _groups_before(row: int, size: int) -> int:
     """The number of groups of `size` rows whose first row is before `row`."""
-    return -(-row // size)  # rounded up
+    return -(-row // size)  # row / size, rounded up
 
 
 _DEEPEST = 8
-"""The number of levels of functions within functions a fingerprint covers."""
+"""The number of levels of nested functions and values that a fingerprint covers."""
 
 
 def fingerprint(names: Iterable[str], functions: Iterable[Any]) -> str:
-    """16 hexadecimal digits for reward functions with their names, in their order.
+    """Returns 16 hexadecimal digits that identify reward functions, with their names and their order.
 
     Runs that share a pool compare their fingerprints to see whether they have the same objective. The fingerprint
     covers the code of a function, its defaults, and the plain values in its closure. It does not cover data that the
@@ -184,7 +191,10 @@ def fingerprint(names: Iterable[str], functions: Iterable[Any]) -> str:
 
 
 def _describe(value: Any, levels: int) -> Any:
-    """A description of a function or value, down to `levels` levels, whose repr is the same in every process."""
+    """Describes a function or value by plain values, whose repr is the same in every process.
+
+    The description covers `levels` levels of nested functions and values.
+    """
     if value is None or value is ... or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     if not levels:
@@ -192,25 +202,30 @@ def _describe(value: Any, levels: int) -> Any:
     if isinstance(value, list | tuple):
         return [_describe(element, levels - 1) for element in value]
     if isinstance(value, set | frozenset):
+        # Sorted, because the order of a set differs between processes.
         return sorted(str(_describe(element, levels - 1)) for element in value)
     if isinstance(value, CodeType):
         return [value.co_code.hex(), value.co_names, _describe(value.co_consts, levels - 1)]
     if isinstance(value, partial):
         return _describe((value.func, value.args, sorted(value.keywords.items())), levels - 1)
     if isinstance(value, type):
-        functions = sorted((name, member) for name, member in vars(value).items() if hasattr(member, "__code__"))
-        return [value.__qualname__, *(_describe(function, levels - 1) for _, function in functions)]
+        methods = sorted((name, member) for name, member in vars(value).items() if hasattr(member, "__code__"))
+        return [value.__qualname__, *(_describe(method, levels - 1) for _, method in methods)]
     code = getattr(value, "__code__", None)
-    if code is None:  # an object: its class may have a method that is called like a function
-        return [type(value).__qualname__, _describe(vars(type(value)).get("__call__"), levels - 1)]
-    closure_values = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-    defaults = (value.__defaults__, sorted((value.__kwdefaults__ or {}).items()))
+    if code is None:  # an object, which can be called if its class has a method `__call__`
+        call_method = vars(type(value)).get("__call__")
+        return [type(value).__qualname__, _describe(call_method, levels - 1)]
+    cells = value.__closure__ or ()
+    closure_values = [cell.cell_contents for cell in cells if _has_value(cell)]
+    keyword_defaults = value.__kwdefaults__ or {}
+    defaults = (value.__defaults__, sorted(keyword_defaults.items()))
     return _describe((code, closure_values, defaults), levels - 1)
 
 
-def _filled(cell: Any) -> bool:
+def _has_value(cell: Any) -> bool:
     """True if the variable of a closure has a value."""
     try:
-        return cell.cell_contents is not cell
+        _ = cell.cell_contents
     except ValueError:  # the variable is assigned later, or never
         return False
+    return True

@@ -1,13 +1,13 @@
-"""verl's replay buffers with a replay server: stored groups replace groups whose rewards are all equal.
+"""Connects verl's replay buffers to a replay server: stored groups replace groups whose rewards are all equal.
 
-verl keeps the rows of a batch in TransferQueue, under keys `{uid}_{session}_{index}`. When a stored group replaces a
-group, the keys stay, and the columns from which verl computes the loss are overwritten before verl uses them:
+verl keeps the rows of a batch in TransferQueue, under keys `{uid}_{session}_{index}`. The rows of a uid are a group, a
+session is a rollout, and each of its rows is a sequence. When a stored group replaces a group, the keys stay. The
+columns from which verl computes the loss are overwritten before verl uses them:
 
     prompts, responses, input_ids, position_ids, response_mask, loss_mask, rollout_log_probs, rm_scores
 
-and each further column with a value for each token, such as the routing of experts. All other columns stay. A session
-of several rows is a rollout of several sequences. If the stored rollout has more or fewer rows than the session that it
-replaces, rows are added or removed.
+So is each further column with a value for each token, such as the routing of experts. All other columns stay. If the
+stored rollout has more or fewer sequences than the session that it replaces, rows are added or removed.
 
 verl then computes old log-probabilities and advantages in the same way for all rows. Its `algorithm.rollout_correction`
 corrects by the stored log-probabilities, for which it needs `actor_rollout_ref.rollout.calculate_log_probs=True`.
@@ -54,9 +54,14 @@ them in a narrower dtype: routing fits into uint8."""
 class _WithPool:
     """Adds a pool to one of verl's buffers.
 
-    `sampler_kwargs` of verl's configuration: `address` (host:port; left out: REPLAY_ADDRESS), `table` ("replay"),
-    `max_staleness` (steps), `max_prompt_length` and `max_response_length` (the most tokens of a stored row), and
-    `on_unavailable` ("continue", the default: while the server is away, train on verl's own batch; or "raise").
+    `sampler_kwargs` of verl's configuration has these options, which may all be left out:
+
+    * `address`: host:port. The default is REPLAY_ADDRESS.
+    * `table`: the table of the pool. The default is "replay".
+    * `max_staleness`: the most steps by which a stored group may lag.
+    * `max_prompt_length`, `max_response_length`: the most tokens of the prompt and of the response of a stored row.
+    * `on_unavailable`: with "continue", the default, verl trains on its own batch while the server is away. "raise"
+      ends the run.
     """
 
     def __init__(self, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
@@ -73,10 +78,9 @@ class _WithPool:
             on_unavailable=options.pop("on_unavailable", "continue"),
         )
         self._tensors: list[str] = []
-        """The names of all columns of tensors beside COLUMNS and the derived ones. They may have a row for each
-        token."""
-        self._others: dict[str, str] = {}
-        """The columns of `_tensors` that have a row for each token in the current batch: name -> axis."""
+        """The names of the columns of tensors that are neither in COLUMNS nor in _DERIVED."""
+        self._token_axes: dict[str, str] = {}
+        """Name of each column of `_tensors` that has a row for each token in the current batch -> its axis."""
         self._max_prompt_length: int | None = options.pop("max_prompt_length", None)
         self._max_response_length: int | None = options.pop("max_response_length", None)
         if options:
@@ -87,20 +91,21 @@ class _WithPool:
         """True once `_check_columns` has checked a row."""
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """verl's batch after replacement, and verl's metrics with `replay/*`."""
+        """Returns verl's batch after the replacement, and verl's metrics with the metrics `replay/*`."""
         batch, metrics = super().sample(global_steps, partition_id, batch_size)  # type: ignore[misc]
         if partition_id == "val":  # validation
             return batch, metrics
         self._check_columns(batch)
         version = self.pool.advance(global_steps)
         keys, groups = self._read(batch, version)
-        replaced, pool_metrics = self.pool.replace(groups, f"{self._run}/{global_steps}", self._fits)
-        for name, sample in replaced.items():
-            batch = self._overwrite(batch, keys[name], sample.group, global_steps - sample.info.staleness)
+        replaced, pool_metrics = self.pool.replace(groups, scope=f"{self._run}/{global_steps}", accept=self._fits)
+        for uid, sample in replaced.items():
+            generated_at = global_steps - sample.info.staleness
+            batch = self._overwrite(batch, keys[uid], sample.group, generated_at)
         return batch, metrics | pool_metrics
 
     def _check_columns(self, batch: Any) -> None:
-        """Finds the names of the further columns, once. Raises ValueError if a row lacks one of COLUMNS."""
+        """Sets `_tensors` by the first row of the first batch. Raises ValueError if that row lacks one of COLUMNS."""
         if self._checked or not batch.keys:
             return
         row = tq.kv_batch_get(keys=batch.keys[:1], partition_id=batch.partition_id)
@@ -118,50 +123,56 @@ class _WithPool:
         self._checked = True
 
     def _read(self, batch: Any, version: int) -> tuple[dict[str, list[str]], dict[str, RolloutGroup]]:
-        """By uid: the keys of its rows, in the order of sessions and rows, and its group. A uid with images has no
-        group."""
+        """Returns two dicts: uid -> the keys of its rows, in the order of sessions and rows, and uid -> its group.
+
+        A uid with images has no group. Sets `_token_axes` for this batch. `version`: the policy version of the groups.
+        """
         keys: dict[str, list[str]] = defaultdict(list)
         for key in sorted(batch.keys, key=_place):
-            keys[key.split("_")[0]].append(key)  # by uid
+            uid = key.split("_")[0]
+            keys[uid].append(key)
         columns = [*COLUMNS, "multi_modal_inputs", *self._tensors]
         rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=columns)
         values = {name: dict(zip(batch.keys, rows[name], strict=True)) for name in columns}
-        self._others = _columns_of_tokens({name: values[name] for name in self._tensors}, values)
+        self._token_axes = _columns_of_tokens({name: values[name] for name in self._tensors}, values)
         groups = {}
-        for name, members in keys.items():
-            has_images = any(_plain(values["multi_modal_inputs"][key]) for key in members)
+        for uid, group_keys in keys.items():
+            has_images = any(_plain(values["multi_modal_inputs"][key]) for key in group_keys)
             if not has_images:
-                groups[name] = self._group(members, values, version)
+                groups[uid] = self._group(group_keys, values, version)
         return keys, groups
 
-    def _group(self, members: list[str], values: Mapping[str, Mapping[str, Any]], version: int) -> RolloutGroup:
-        """The rows of a uid as a group."""
-        sessions = [key.split("_")[1] for key in members]
-        counts = [sessions.count(session) for session in dict.fromkeys(sessions)]  # the rows of each session
-        scores = [values["rm_scores"][key] for key in members]
+    def _group(self, keys: list[str], values: Mapping[str, Mapping[str, Any]], version: int) -> RolloutGroup:
+        """Makes a group of the rows of a uid.
+
+        `keys`: the keys of these rows. `values`: column -> key -> value. `version`: the policy version of the group.
+        """
+        sessions = [key.split("_")[1] for key in keys]
+        counts = [sessions.count(session) for session in dict.fromkeys(sessions)]  # the number of rows of each session
+        scores = [values["rm_scores"][key] for key in keys]
         rewards = []
-        row = -1
+        last_row = -1
         for count in counts:
-            row += count  # as in verl, the reward of a session is that of its last row
-            rewards.append(float(scores[row].sum()))
+            last_row += count  # as in verl, the reward of a session is the reward of its last row
+            rewards.append(float(scores[last_row].sum()))
         dtypes = {}
         columns = {}
-        for column, axis in self._others.items():
-            tensors = [values[column][key] for key in members]
+        for column, axis in self._token_axes.items():
+            tensors = [values[column][key] for key in keys]
             dtypes[column] = str(tensors[0].dtype).removeprefix("torch.")
             arrays = [_numpy(tensor) for tensor in tensors]
             dtype = narrowest(arrays)
             columns[column] = (axis, [array.astype(dtype) for array in arrays])
         has_rewards_before_last_token = any(int(score[:-1].count_nonzero()) for score in scores)
-        if has_rewards_before_last_token:  # so the reward of the row does not tell those of its tokens
+        if has_rewards_before_last_token:  # then the rewards of tokens do not follow from `rewards`, so store them
             columns["rm_scores"] = (_TOKEN, [_numpy(score) for score in scores])
         return group_from_rows(
-            prompts=[values["prompts"][key].numpy() for key in members],
-            completions=[values["responses"][key].numpy() for key in members],
-            logprobs=[values["rollout_log_probs"][key].float().numpy() for key in members],
+            prompts=[values["prompts"][key].numpy() for key in keys],
+            completions=[values["responses"][key].numpy() for key in keys],
+            logprobs=[values["rollout_log_probs"][key].float().numpy() for key in keys],
             rewards=rewards,
             advantages=group_advantages(rewards),
-            loss_masks=[values["response_mask"][key].numpy() for key in members],
+            loss_masks=[values["response_mask"][key].numpy() for key in keys],
             columns=columns,
             policy_version=version,
             sequence_counts=counts if max(counts) > 1 else None,
@@ -169,8 +180,8 @@ class _WithPool:
         )
 
     def _fits(self, group: RolloutGroup) -> bool:
-        """True if a stored group can stand in verl's batch."""
-        if group.sampled_lengths.min() == 0 or not group.prompt_lengths.all():  # an empty response or prompt
+        """True if a stored group can replace a group of verl's batch."""
+        if group.sampled_lengths.min() == 0 or not group.prompt_lengths.all():  # a response or a prompt is empty
             return False
         if self._max_prompt_length is not None and group.prompt_lengths.max() > self._max_prompt_length:
             return False
@@ -179,16 +190,16 @@ class _WithPool:
         # verl computes NaN from a log-probability that is NaN.
         if not all(np.isfinite(group.rollout_logprobs[span]).all() for span in group.sampled_spans()):
             return False
-        # In verl all rows have the same columns, so the group must have each further column of tokens, with its axis.
+        # In verl all rows have the same columns, so the group must have each column of `_token_axes`, with its axis.
         dtypes = group.meta.get(_DTYPES, {})
-        return all(group.axes.get(name) == axis and name in dtypes for name, axis in self._others.items())
+        return all(group.axes.get(name) == axis and name in dtypes for name, axis in self._token_axes.items())
 
     def _overwrite(self, batch: Any, keys: list[str], group: RolloutGroup, step: int) -> Any:
-        """The batch with a stored group in the place of the rows `keys`.
+        """Overwrites the rows `keys` with the rows of a stored group. Returns the batch with their keys and tags.
 
         `step`: the step at which the stored group was generated, in the count of this run.
         """
-        # The key of the first row of each session, in the order of the sessions.
+        # Session -> the key of its first row, in the order of the sessions.
         first_keys: dict[str, str] = {}
         for key in keys:
             first_keys.setdefault(_session(key), key)
@@ -196,7 +207,8 @@ class _WithPool:
         new_keys = []
         for session, count in zip(first_keys, counts, strict=True):
             new_keys += [f"{session}_{i}" for i in range(count)]
-        # A model of images and texts has several positions for each token. Without an image they are equal.
+        # A model of images and texts has several positions for each token, so its position_ids have axes before the
+        # axis of tokens. Here the positions of a token are equal, because a stored group has no images.
         replaced_row = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id, select_fields=["position_ids"])
         axes = replaced_row["position_ids"][0].shape[:-1]
         rows = {}
@@ -204,36 +216,34 @@ class _WithPool:
         for key, row in zip(new_keys, self._rows(group, counts, axes), strict=True):
             prompt_length = len(row["prompts"])
             response_length = len(row["responses"])
-            first = first_keys[_session(key)]
-            tags[key] = tags.get(key, tags[first]) | {
+            first_key = first_keys[_session(key)]
+            old_tags = tags[key] if key in tags else tags[first_key]  # an added row gets the tags of the first row
+            tags[key] = old_tags | {
                 "prompt_len": prompt_length,
                 "response_len": response_length,
                 "seq_len": prompt_length + response_length,
                 "min_global_steps": step,
                 "max_global_steps": step,
             }
-            if key in keys:  # the row exists, and only these columns of it are overwritten
+            if key in keys:  # the row exists, and only the columns in `row` are overwritten
                 rows[key] = row
                 continue
             # A row that is added to a session takes all other columns from the first row of the session.
-            columns = tq.kv_batch_get(keys=[first], partition_id=batch.partition_id)
-            whole_row = {name: _plain(columns[name][0]) for name in columns.keys()}  # noqa: SIM118
-            self._put(batch, {key: whole_row | row}, tags)
+            columns = tq.kv_batch_get(keys=[first_key], partition_id=batch.partition_id)
+            first_row = {name: _plain(columns[name][0]) for name in columns.keys()}  # noqa: SIM118
+            self._put(batch, {key: first_row | row}, tags)
         self._put(batch, rows, tags)
         removed = [key for key in keys if key not in new_keys]
         if removed:
             tq.kv_clear(keys=removed, partition_id=batch.partition_id)
-        if set(new_keys) == set(keys):
-            names = list(batch.keys)
-        else:  # the rows of the group stand together, at the place of the first replaced row
-            position = min(batch.keys.index(key) for key in keys)
-            before = [key for key in batch.keys[:position] if key not in keys]
-            after = [key for key in batch.keys[position:] if key not in keys]
-            names = [*before, *new_keys, *after]
-        return dataclasses.replace(batch, keys=names, tags=[tags[key] for key in names])
+        batch_keys = _replaced_keys(batch.keys, keys, new_keys)
+        return dataclasses.replace(batch, keys=batch_keys, tags=[tags[key] for key in batch_keys])
 
     def _put(self, batch: Any, rows: Mapping[str, Any], tags: Mapping[str, Any]) -> None:
-        """Writes columns of rows, and their tags, by key."""
+        """Writes rows and their tags into TransferQueue.
+
+        `rows`: key of a row -> the columns to write. `tags`: the tags by key, also those of other rows.
+        """
         tq.kv_batch_put(
             keys=list(rows),
             partition_id=batch.partition_id,
@@ -242,18 +252,22 @@ class _WithPool:
         )
 
     def _rows(self, group: RolloutGroup, counts: list[int], axes: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """The columns of each row of a stored group. `counts`: the rows of each rollout. `axes`: the sizes of the axes
-        of position_ids before the axis of tokens."""
-        rewards = np.repeat(group.rewards, counts)
-        spans = zip(group.prompts(), group.sampled_spans(), rewards, strict=True)
-        for k, (prompt_ids, span, reward) in enumerate(spans):
+        """Yields the columns of each row of a stored group.
+
+        `counts`: the number of rows of each rollout. `axes`: the sizes of the axes of position_ids before the axis of
+        tokens.
+        """
+        rewards = np.repeat(group.rewards, counts)  # the reward of the rollout of each row
+        sources = zip(group.prompts(), group.sampled_spans(), rewards, strict=True)
+        for k, (prompt_ids, span, reward) in enumerate(sources):
             prompt = torch.tensor(prompt_ids, dtype=torch.int64)
             response = torch.tensor(group.completion_ids[span], dtype=torch.int64)
             mask = torch.tensor(group.trained_mask[span], dtype=torch.int64)
-            scores = torch.zeros(len(response))
-            scores[-1] = float(reward)  # verl has the reward of a response on its last token
-            if "rm_scores" in group.extras:  # the group has rewards on other tokens as well: see `_group`
+            if "rm_scores" in group.extras:  # `_group` stores them if other tokens than the last one have rewards
                 scores = torch.tensor(row_of(group, "rm_scores", k))
+            else:
+                scores = torch.zeros(len(response))
+                scores[-1] = float(reward)  # verl has the reward of a response on its last token
             row = {
                 "prompts": prompt,
                 "responses": response,
@@ -265,9 +279,23 @@ class _WithPool:
                 "rm_scores": scores,
             }
             dtypes = group.meta.get(_DTYPES, {})
-            for name in self._others:
+            for name in self._token_axes:
                 row[name] = torch.tensor(row_of(group, name, k), dtype=getattr(torch, dtypes[name]))
             yield row
+
+
+def _replaced_keys(batch_keys: list[str], old_keys: list[str], new_keys: list[str]) -> list[str]:
+    """The keys of a batch after `new_keys` have replaced `old_keys`.
+
+    If there are the same keys as before, their order stays. Otherwise the new keys stand together, at the place of the
+    first old key.
+    """
+    if set(new_keys) == set(old_keys):
+        return list(batch_keys)
+    position = min(batch_keys.index(key) for key in old_keys)
+    before = [key for key in batch_keys[:position] if key not in old_keys]
+    after = [key for key in batch_keys[position:] if key not in old_keys]
+    return [*before, *new_keys, *after]
 
 
 def _session(key: str) -> str:
@@ -284,17 +312,18 @@ def _place(key: str) -> tuple[str, int, int]:
 def _columns_of_tokens(
     columns: Mapping[str, Mapping[str, Any]], values: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, str]:
-    """The axes of the `columns` that have a row for each token, by name.
+    """Returns name -> axis for those of `columns` that have a row for each token.
 
-    verl does not describe its columns, and agent loops add columns. So a column counts as a column of tokens if it has
-    as many rows as there are tokens, in every row of the batch. `columns` and `values`: column -> key -> value.
+    verl does not describe its columns, and agent loops add columns. So a column counts as a column of tokens if its
+    value has as many rows as there are tokens, in every row of the batch. `columns`, `values`: column -> key -> value.
+    `values` also has the columns `prompts` and `responses`.
     """
     axes = {}
     for name, tensors in columns.items():
         lengths = [len(tensor) for tensor in tensors.values()]
         response_lengths = [len(values["responses"][key]) for key in tensors]
         prompt_lengths = [len(values["prompts"][key]) for key in tensors]
-        whole_lengths = [p + r for p, r in zip(prompt_lengths, response_lengths, strict=True)]
+        whole_lengths = [sum(pair) for pair in zip(prompt_lengths, response_lengths, strict=True)]
         if lengths == whole_lengths:
             axes[name] = _WHOLE
         elif lengths == response_lengths:
@@ -303,7 +332,7 @@ def _columns_of_tokens(
 
 
 def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """The numbers of a tensor as an array. numpy has no bfloat16; float32 holds its numbers exactly."""
+    """The numbers of a tensor as an array. Numbers in bfloat16 become float32, because numpy has no bfloat16."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
     return tensor.detach().cpu().numpy()
@@ -312,16 +341,16 @@ def _numpy(tensor: Tensor) -> npt.NDArray[Any]:
 def _filtering(sampler_kwargs: Any, is_async: bool) -> dict[str, Any]:
     """The options that verl would pass to its own buffer for `algorithm.filter_groups` and `sync_refill_failed_groups`.
 
-    `is_async`: leave out the options that only the synchronous buffer has. Raises ValueError for filtering without a
-    metric.
+    `is_async`: True leaves out the options that only the synchronous buffer has. Raises ValueError for filtering
+    without a metric.
     """
-    # `sampler_kwargs` is a part of verl's configuration, through which the whole configuration can be read.
+    # `sampler_kwargs` is a part of verl's configuration, and knows the root of the whole configuration.
     whole = sampler_kwargs._get_root() if isinstance(sampler_kwargs, DictConfig) else OmegaConf.create()
-    groups = OmegaConf.select(whole, "algorithm.filter_groups") or {}
+    filter_options = OmegaConf.select(whole, "algorithm.filter_groups") or {}
     refill = bool(OmegaConf.select(whole, "trainer.v1.sampler.sync_refill_failed_groups"))
     metric = None
-    if groups.get("enable"):
-        metric = groups.get("metric")
+    if filter_options.get("enable"):
+        metric = filter_options.get("metric")
         if not metric:
             raise ValueError(
                 "algorithm.filter_groups is on and names no metric: set algorithm.filter_groups.metric=reward"
@@ -334,12 +363,12 @@ def _filtering(sampler_kwargs: Any, is_async: bool) -> dict[str, Any]:
     return filter_settings | {
         "train_batch_size": OmegaConf.select(whole, "data.train_batch_size"),
         "gen_batch_size": 1,  # with filtering, verl's trainer fetches one prompt at a time
-        "max_inflight_gen_batches": groups.get("max_inflight_gen_batches", 1),
+        "max_inflight_gen_batches": filter_options.get("max_inflight_gen_batches", 1),
     }
 
 
 def _plain(value: Any) -> Any:
-    """The value in a column that does not hold tensors. tensordict wraps some of these values."""
+    """The value of a column without the wrapper that tensordict puts around some values. A tensor stays a tensor."""
     return getattr(value, "data", value)
 
 

@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import replay_client  # noqa: F401, before `grpc` is imported
+import replay_client  # noqa: F401, sets up gRPC, which must happen before `grpc` is imported
 from replay_trainer.config import GRPOConfig, LossConfig
 from replay_trainer.correction import PRESETS, CorrectionConfig, Rejection
 
@@ -59,8 +59,12 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of `__all__` that needs torch, at its first use. torch and transformers take seconds to import,
-    and a run with options that cannot work should be refused before that."""
+    """Returns a name of `__all__` that needs torch, and imports its module. Python calls this at the first use of the
+    name.
+
+    torch and transformers take seconds to import, and a run with options that cannot work should be refused before
+    that.
+    """
     if name in __all__:
         missing = [package for package in ("torch", "transformers", "safetensors") if find_spec(package) is None]
         if missing:

@@ -1,4 +1,7 @@
-"""Writes and reads files of rows: Parquet (with the package pyarrow) if the name says so, and else JSON lines."""
+"""Writes and reads files of rows. A file whose name ends with .parquet is Parquet, and any other has JSON lines.
+
+Parquet needs the package pyarrow.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +30,23 @@ def write_rows(path: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> i
         count = write(unfinished, columns, iter(rows))
         unfinished.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)  # after an error; `replace` leaves nothing under this name
+        unfinished.unlink(missing_ok=True)  # only an error leaves a file of this name
     return count
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """The rows of a file. `columns`: the needed columns. The rows may lack all other columns.
+    """The rows of a file. `columns`: the columns that the caller needs; None: all. The rows may lack the others.
 
-    Raises a ValueError that names the file if it is of another kind, and OSError if it cannot be read.
+    Raises a ValueError that names the file if its content is not of the kind that its name says, and OSError if it
+    cannot be read.
     """
     if path.suffix == ".parquet":
         return _read_parquet(path, columns)
-    return (row for _, row in json_lines(path))  # without the numbers of the lines
+    return (row for _line_number, row in json_lines(path))
 
 
 def _write_jsonl(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) -> int:
-    """Writes each row as a line of JSON. Returns the number of rows. `columns` is not needed."""
+    """Writes each row as a line of JSON. Returns the number of rows. Does not use `columns`."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -58,13 +62,13 @@ def _plain(value: Any) -> Any:
         return base64.b64encode(value).decode()
     dtype = getattr(value, "dtype", None)
     if getattr(dtype, "kind", "") in ("i", "b"):  # an array of integers or booleans
-        # `plain` would be slow: it looks at each entry, and a group may have a million tokens.
+        # `plain` would be slow here, because it looks at each entry, and a group may have a million tokens.
         return value.tolist()
     return plain(value)
 
 
 def schema_of(columns: Mapping[str, str]) -> Any:
-    """The schema of pyarrow for columns. `columns`: the type of each column, by its name."""
+    """The schema of pyarrow for a file. `columns`: name of each column -> its type, as in ITEM_COLUMNS."""
     import pyarrow
 
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string(), "bytes": pyarrow.binary()}
@@ -88,19 +92,22 @@ def _write_parquet(path: Path, columns: Mapping[str, str], rows: Iterator[Row]) 
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, str], schema: Any) -> Any:
-    """The rows as a table of pyarrow. `columns`: the type of each column, by its name. `schema`: that of `columns`."""
+    """The rows as a table of pyarrow, with the values of type json as JSON texts.
+
+    `columns`: name of each column -> its type. `schema`: the result of `schema_of(columns)`.
+    """
     import pyarrow
 
     json_columns = [name for name, kind in columns.items() if kind == "json"]
-    with_texts = []
+    rows_with_texts = []
     for row in rows:
         texts = {name: _json_of(row[name]) for name in json_columns}
-        with_texts.append(row | texts)
-    return pyarrow.Table.from_pylist(with_texts, schema=schema)
+        rows_with_texts.append(row | texts)
+    return pyarrow.Table.from_pylist(rows_with_texts, schema=schema)
 
 
 def _json_of(value: Any) -> str | None:
-    """The value as JSON text. None stays, as a null of parquet."""
+    """The value as JSON text. None stays None, which Parquet stores as null."""
     return None if value is None else json.dumps(plain(value))
 
 

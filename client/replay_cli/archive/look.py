@@ -77,7 +77,7 @@ def show_step(
     document: dict[str, list[Row]] = {"trained": [], "left_out": [], "unusable": []}
     for outcome in outcomes:
         name = outcome.outcome.replace("-", "_")  # left-out is left_out in JSON
-        document[name].append(_used(outcome, archived))
+        document[name].append(_row_of(outcome, archived))
     if as_json:
         print_json({"step": number} | document)
         return
@@ -96,7 +96,7 @@ def show_step(
 
 
 def _outcomes_of_step(path: Path, number: int) -> list[Outcome] | None:
-    """The outcomes of the groups of a step, from the trainer's steps.jsonl; None: the file has no such step."""
+    """The outcomes of the groups of step `number`, from the trainer's steps.jsonl; None: the file has no such step."""
     from replay_cli.archive.outcomes import read_steps
 
     for step, outcomes in read_steps(path):
@@ -121,9 +121,10 @@ def export_archive(
     """
     from replay_cli.archive.rows import ITEM_COLUMNS, Form
 
-    form = Form(rows == "sequences", load_tokenizer(tokenizer), payloads)
+    form = Form(sequences=rows == "sequences", text=load_tokenizer(tokenizer), payloads=payloads)
     groups = _groups(folder, selection, [*ITEM_COLUMNS, "payload"])
-    write(file, form, _rows(form, groups), {"folder": str(folder)}, as_json)
+    exported_rows = _rows(form, groups)
+    write(file, form, exported_rows, origin={"folder": str(folder)}, as_json=as_json)
 
 
 def _rows(form: Form, groups: Iterable[Row]) -> Iterator[Row]:
@@ -133,9 +134,10 @@ def _rows(form: Form, groups: Iterable[Row]) -> Iterator[Row]:
 
 
 def _groups(folder: Path, selection: Mapping[str, Any], columns: Iterable[str]) -> Iterator[Row]:
-    """The selected groups, as rows with `columns`, with `outcome`, and with `said`: all outcomes of the group in words.
+    """Yields the selected groups as rows with `columns`, and with two further columns.
 
-    `selection`: the values of the options in _SELECTION, by name.
+    These are `outcome`, one of OUTCOMES, and `said`: all outcomes of the group in words. `selection`: the values of the
+    options in _SELECTION, by name.
     """
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.outcomes import Outcomes
@@ -144,15 +146,15 @@ def _groups(folder: Path, selection: Mapping[str, Any], columns: Iterable[str]) 
     where = _where(selection)
     tags = parse_tags(selection.get("tag"))
     outcomes = ask(lambda: Outcomes(selection.get("steps_path")))
-    wanted = selection.get("outcome")
+    wanted_outcome = selection.get("outcome")
     for row in read_groups(folder, columns, where, tags):
         outcome = outcomes.of(row["key"])
-        if wanted is None or wanted == outcome:
+        if wanted_outcome is None or wanted_outcome == outcome:
             yield row | {"outcome": outcome, "said": outcomes.words(row["key"])}
 
 
 def _where(selection: Mapping[str, Any]) -> Any:
-    """The selection by key, prompt and policy version, as a condition for pyarrow. None: no condition."""
+    """The condition of pyarrow for the selected keys, prompt and policy versions; None: all are selected."""
     from pyarrow.compute import field
 
     conditions = []
@@ -164,31 +166,34 @@ def _where(selection: Mapping[str, Any]) -> Any:
         conditions.append(field("prompt_id") == prompt_id)
     versions = selection.get("policy_version")
     if versions:
-        least, dots, most = versions.partition("..")  # an empty end is open: `40..` is 40 and above
+        least, dots, most = versions.partition("..")
+        if not dots:  # a single version is a range from this version to itself
+            most = least
         for end in (least, most):
             is_number = end.isascii() and end.isdecimal()
             if end and not is_number:
                 misuse(f"--policy-version {versions!r} is not a policy version, nor a range such as 40..50")
+        # An end may be empty: `40..` selects version 40 and all later ones.
         if least:
             conditions.append(field("policy_version") >= int(least))
-        if most or not dots:  # without dots, the version is the least and the most
-            conditions.append(field("policy_version") <= int(most or least))
+        if most:
+            conditions.append(field("policy_version") <= int(most))
     return reduce(and_, conditions) if conditions else None
 
 
-def _used(outcome: Outcome, archived: Mapping[str, Row]) -> Row:
-    """The row of a group of a step: the archive's row, if there is one, and the trainer's entry in steps.jsonl.
+def _row_of(outcome: Outcome, archived: Mapping[str, Row]) -> Row:
+    """The row for a group of a step: its row in the archive, if there is one, and its entry in steps.jsonl.
 
-    `archived`: the rows of the archive, by key.
+    `archived`: key -> row of the archive.
     """
     row = archived.get(outcome.key, {})
-    # The key of the trainer's entry is a number, and rows have keys as text. The table is that of the archive's row.
+    # Leave out two facts of the entry. Its key is a number, but rows have keys as text. The table is in the row.
     facts = {name: value for name, value in outcome.facts.items() if name not in ("key", "table")}
     return row | facts | {"key": outcome.key, "archived": bool(row)}
 
 
 def _print_groups(rows: list[Row]) -> None:
-    """Prints a table with a line for each group. A value that the archive does not know is "-"."""
+    """Prints a table with a line for each group. "-" stands for a value that is not known."""
     cells = []
     for row in rows:
         tags = [f"{name}={value}" for name, value in row.get("tags", {}).items()]
@@ -202,7 +207,7 @@ def _print_groups(rows: list[Row]) -> None:
                 str(row.get("bytes", "-")),
                 ", ".join(tags) or "-",
                 str(row.get("outcome", "in no finished file")),
-                # The outcomes in words or, for an unusable group of `replay archive step`, the reason.
+                # All outcomes of the group in words or, for an unusable group that is in no file, the reason.
                 str(row.get("said") or row.get("reason") or "-"),
             )
         )
@@ -211,5 +216,5 @@ def _print_groups(rows: list[Row]) -> None:
 
 
 def _number(value: float | None) -> str:
-    """The number with three digits; "-" for None."""
+    """The number with three digits after the point; "-" for None."""
     return "-" if value is None else f"{value:.3f}"

@@ -20,11 +20,11 @@ OUTCOMES = ("trained", "left-out", "unusable", "unknown")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a group in one step of the trainer, by the trainer's steps.jsonl."""
+    """What one step of the trainer did with a group, as the trainer's steps.jsonl says."""
 
     step: int
     what: str
-    """fresh or replayed, if the step trained on the group; else left-out or unusable."""
+    """"fresh" or "replayed" if the step trained on the group, else "left-out" or "unusable"."""
     key: str
     facts: dict[str, Any]
     """The group's entry in the line of the step."""
@@ -35,14 +35,14 @@ class Outcome:
         return self.what if self.what in OUTCOMES else "trained"  # fresh and replayed groups are trained on
 
     def words(self) -> str:
-        """The outcome in words, such as `step 412 (fresh)`."""
+        """The outcome with its step, such as `step 412 (fresh)`."""
         return f"step {self.step} ({self.what})"
 
 
 def read_steps(path: Path) -> Iterator[tuple[int, list[Outcome]]]:
-    """The steps of a file, in order: the number of each step, and the outcomes of its groups.
+    """Yields the number of each step of a steps.jsonl, in the order of the file, and the outcomes of its groups.
 
-    Raises a ValueError that names file and line, and OSError if the file cannot be read.
+    Raises a ValueError that names file and line if a line has another form, and OSError if the file cannot be read.
     """
     for number, line in json_lines(path):
         try:
@@ -54,19 +54,24 @@ def read_steps(path: Path) -> Iterator[tuple[int, list[Outcome]]]:
 
 def _outcomes_of(line: dict[str, Any]) -> list[Outcome]:
     """The outcomes in a line of steps.jsonl: trained groups first, then those left out, then unusable ones."""
-    unused = [("left-out", group) for group in line["left_out"]]
-    unused += [("unusable", group) for group in line["unusable"]]
-    trained = [(str(group["source"]), group) for group in line["trained"]]
+    unused = [("left-out", entry) for entry in line["left_out"]]
+    unused += [("unusable", entry) for entry in line["unusable"]]
+    trained = [(str(entry["source"]), entry) for entry in line["trained"]]
     step = int(line["step"])
-    return [Outcome(step, what, str(int(group["key"])), group) for what, group in trained + unused]
+    outcomes = []
+    for what, entry in trained + unused:
+        key = str(int(entry["key"]))
+        outcomes.append(Outcome(step, what, key, facts=entry))
+    return outcomes
 
 
 class Outcomes:
-    """Tells what became of each group by its key."""
+    """Tells what became of a group, which is named by its key."""
 
     def __init__(self, steps: Path | None) -> None:
         """`steps`: the trainer's steps.jsonl; None: nothing is known. Raises the errors of `read_steps`."""
         self._outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        """Key of a group -> its outcomes, in the order of the steps."""
         if steps is None:
             return
         for _, outcomes in read_steps(steps):

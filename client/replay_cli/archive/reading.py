@@ -1,7 +1,7 @@
-"""Reads the segments of an archive. Each item counts once, even if it was written again after a kill.
+"""Reads the segments of an archive. Each item is returned once, even if it was written again after a kill.
 
-Readers need no server, and disturb no archiver: a finished segment never changes. pyarrow applies the filters, and
-reads only the columns and the parts of the files that are needed.
+Readers need no server. They disturb no archiver, because a finished segment never changes. pyarrow applies the filters,
+and reads only the columns and the parts of the files that are needed.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ def read_groups(
     where: Any = None,
     tags: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """The items of the archive in a folder, in the order in which they were archived, each once.
+    """Yields each item of the archive in a folder once, in the order in which the items were archived.
 
     `where`: the condition on columns by which pyarrow filters rows as it reads them; None: no condition. `tags`: the
     tags that an item must have, with their values as text. A damaged file is read up to the damage, and the log names
     it. Raises ValueError if there is no such folder.
     """
     chosen = list(columns)
-    needed = list(dict.fromkeys([*chosen, "key", "tags"]))  # each once, in this order
+    needed = list(dict.fromkeys([*chosen, "key", "tags"]))  # without duplicates, in this order
     wanted_tags = tags or {}
-    known_keys = set[str]()
+    seen_keys = set[str]()
     for row in _rows(folder, needed, where):
         row["tags"] = json.loads(row["tags"] or "{}")
-        # A tag that the item does not have counts as the empty text.
+        # A tag that the item does not have counts as a tag with the empty text.
         has_tags = all(str(row["tags"].get(name, "")) == value for name, value in wanted_tags.items())
-        if has_tags and row["key"] not in known_keys:
-            known_keys.add(row["key"])
+        if has_tags and row["key"] not in seen_keys:
+            seen_keys.add(row["key"])
             yield {name: row[name] for name in chosen}
 
 
 def _rows(folder: Path, columns: list[str], where: Any) -> Iterator[Row]:
-    """The rows of all segments that fulfil `where`. An item may come twice. Skips what is damaged, with a warning."""
+    """Yields the rows of all segments for which the condition `where` is true. An item may come twice.
+
+    Logs a warning for a damaged segment, and skips the rest of it.
+    """
     from pyarrow import ArrowException, dataset
 
     options = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)

@@ -1,7 +1,7 @@
-"""Makes the rows of items for files, and declares their columns.
+"""Makes the rows that files have for items, and declares the columns of these rows.
 
 A row is one item, or one sequence of its group. `replay table export` and the archive write the same rows, and
-`replay table import` takes both.
+`replay table import` reads the files of both.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ GROUP_COLUMNS: dict[str, tuple[str, Callable[[RolloutGroup], Any]]] = {
     "reward_mean": ("float", lambda group: float(group.rewards.mean()) if group.rewards.size else None),
     "reward_std": ("float", lambda group: float(group.rewards.std()) if group.rewards.size else None),
 }
-"""The columns that an export reads from a group: by name the type (int, float, str, or list of one of them), and the
-function that reads the value.
+"""Name of each column that an export reads from a group -> its type, and the function that reads its value.
 
-A list has one value for each rollout. `context_tokens`, `completion_tokens` and `mean_logprobs` have one value for each
-sequence of each rollout. All columns are null if the item is not a group."""
+A type is int, float, str, or a list of one of them. The lists `context_tokens`, `completion_tokens` and `mean_logprobs`
+have one value for each sequence of each rollout. All other lists have one value for each rollout. All columns are null
+if the item is not a group."""
 ITEM_COLUMNS = {
     "key": "str",
     "table": "str",
@@ -48,10 +48,12 @@ ITEM_COLUMNS = {
     "bytes": "int",
     "tags": "json",
 }
-"""The columns with the server's facts about an item: the type by name. A value of type json is an object; in Parquet it
-is JSON text. Keys are strings, because they have 64 bits, and many readers support only 53."""
+"""Name of each column with a fact of the server about an item -> its type.
+
+A value of type json is an object, which Parquet stores as JSON text. Keys are strings, because they have 64 bits, and
+many readers of numbers support only 53."""
 TEXT_COLUMNS = {"prompt": "str", "contexts": "list of str", "completions": "list of str"}
-"""Further columns of a group, if the export has a tokenizer."""
+"""Name -> type of the further columns of a group if the export has a tokenizer."""
 PAYLOAD = "payload"
 """The column with the bytes of the item, which `import` needs. In JSON lines they are in base64."""
 
@@ -76,15 +78,17 @@ SEQUENCE_COLUMNS = {
     "sampling": "json",
     "meta": "json",
 }
-"""The columns that an export reads from a sequence, with `--rows sequences`. All are null if the item is no group.
+"""Name of each column that an export with `--rows sequences` reads from a sequence -> its type.
 
-The sequence has the number `sequence` among the `sequences` of its rollout, and the rollout the number `rollout` among
-the `rollouts` of its group. The tokens of the sequence are `prompt_ids`, which all sequences of the group share, then
-`context_ids` and `completion_ids`. The lists of float and bool have an entry for each token of `completion_ids`:
-`loss_mask` is true for tokens that are trained on, and an unknown log-probability is NaN, in JSON lines null. Without
-advantages of tokens, `token_advantages` is null."""
+`rollouts` is the number of rollouts of the group, and `rollout` is the rollout of this row, from 0. `sequences` is the
+number of sequences of this rollout, and `sequence` is the sequence of this row, from 0.
+
+The tokens of the sequence are `prompt_ids`, which all sequences of the group share, then `context_ids`, and then
+`completion_ids`. The lists of float and bool have an entry for each token of `completion_ids`. `loss_mask` is true for
+tokens that are trained on. An unknown log-probability is NaN, and null in JSON lines. `token_advantages` is null if the
+group has no advantages of tokens. All columns are null if the item is not a group."""
 SEQUENCE_TEXTS = {"prompt": "str", "context": "str", "completion": "str"}
-"""Further columns of a sequence, if the export has a tokenizer."""
+"""Name -> type of the further columns of a sequence if the export has a tokenizer."""
 
 
 @dataclass
@@ -96,12 +100,12 @@ class Form:
     text: TokenText
     """The tokenizer. Without one, the rows have no texts."""
     payloads: bool
-    """The rows of items have the column PAYLOAD."""
+    """True: rows of items have the column PAYLOAD. Rows of sequences never have it."""
     items: int = field(default=0, init=False)
-    """Items that this export has written so far."""
+    """The number of items of which `rows` has made rows so far."""
 
     def columns(self) -> dict[str, str]:
-        """The type of each column of the file by its name, in the order of the file."""
+        """Name of each column of the file -> its type, in the order of the file."""
         if self.sequences:
             columns = ITEM_COLUMNS | SEQUENCE_COLUMNS
             texts = SEQUENCE_TEXTS
@@ -115,7 +119,7 @@ class Form:
         return columns
 
     def rows(self, facts: Row, payload: Buffer) -> Iterator[Row]:
-        """The rows of an item. `facts`: the server's facts about it, by ITEM_COLUMNS."""
+        """Yields the rows of an item. `facts`: the server's facts about the item, by the names of ITEM_COLUMNS."""
         self.items += 1
         columns = self.columns()
         group = group_of(payload)
@@ -134,7 +138,7 @@ class Form:
 
 
 def group_row(group: RolloutGroup, text: TokenText) -> Row:
-    """The columns of a group, by GROUP_COLUMNS, and its texts if there is a tokenizer."""
+    """The values of a group for GROUP_COLUMNS and, if there is a tokenizer, for TEXT_COLUMNS."""
     row = {name: read(group) for name, (_, read) in GROUP_COLUMNS.items()}
     if text.source:
         row |= _texts(group, text)
@@ -142,11 +146,11 @@ def group_row(group: RolloutGroup, text: TokenText) -> Row:
 
 
 def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
-    """The columns of each sequence of a group, by SEQUENCE_COLUMNS, and its texts if there is a tokenizer."""
-    shared_size = group.prompt_ids.size
+    """The values of each sequence of a group for SEQUENCE_COLUMNS and, if there is a tokenizer, for SEQUENCE_TEXTS."""
+    shared_prompt_length = group.prompt_ids.size
     trained_T = group.trained_mask
     counts_G = counts_of(group)
-    numbers_S: list[tuple[int, int]] = []  # (number of the rollout, number of the sequence in it)
+    numbers_S: list[tuple[int, int]] = []  # (number of the rollout, number of the sequence in the rollout)
     for rollout, count in enumerate(counts_G):
         numbers_S += [(rollout, sequence) for sequence in range(count)]
     prompts_S = group.prompts()
@@ -154,8 +158,7 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
     turns_S = turns_of(group)
     meta = {name: value for name, value in group.meta.items() if name != "turns"}  # `turns` has its own column
     rows = []
-    for numbers, prompt_ids, span, turns in zip(numbers_S, prompts_S, spans_S, turns_S, strict=True):
-        rollout, sequence = numbers
+    for (rollout, sequence), prompt_ids, span, turns in zip(numbers_S, prompts_S, spans_S, turns_S, strict=True):
         token_advantages = None
         if group.token_advantages is not None:
             token_advantages = group.token_advantages[span]
@@ -167,7 +170,7 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
             "sequence": sequence,
             "policy_version_end": None if group.policy_version_end is None else int(group.policy_version_end),
             "prompt_ids": group.prompt_ids,
-            "context_ids": prompt_ids[shared_size:],  # `prompt_ids` is the whole prompt of this sequence
+            "context_ids": prompt_ids[shared_prompt_length:],  # `prompt_ids` is the shared prompt and the context
             "completion_ids": group.completion_ids[span],
             "loss_mask": trained_T[span],
             "logprobs": group.rollout_logprobs[span],
@@ -180,14 +183,15 @@ def sequence_rows(group: RolloutGroup, text: TokenText) -> list[Row]:
             "meta": meta,
         }
         if text.source:
-            for name in SEQUENCE_TEXTS:  # the text `prompt` is that of `prompt_ids`, and so on
-                row[name] = text.text(row[f"{name}_ids"].tolist())
+            for name in SEQUENCE_TEXTS:  # the column `prompt` gets the text of `prompt_ids`, and so on
+                token_ids = row[f"{name}_ids"]
+                row[name] = text.text(token_ids.tolist())
         rows.append(row)
     return rows
 
 
 def group_of(payload: Buffer) -> RolloutGroup | None:
-    """The group in the payload of an item; None: the payload is no group."""
+    """The group that a payload holds; None: the payload is not a group."""
     try:
         return RolloutGroup.decode(payload)
     except ValueError:
@@ -195,12 +199,14 @@ def group_of(payload: Buffer) -> RolloutGroup | None:
 
 
 def _texts(group: RolloutGroup, text: TokenText) -> Row:
-    """The texts of a group, by TEXT_COLUMNS."""
-    shared_size = group.prompt_ids.size
+    """The values of a group for TEXT_COLUMNS."""
+    shared_prompt_length = group.prompt_ids.size
+    contexts = [prompt_ids[shared_prompt_length:] for prompt_ids in group.prompts()]
+    completions = [group.completion_ids[span] for span in group.sampled_spans()]
     return {
         "prompt": text.text(group.prompt_ids.tolist()),
-        "contexts": [text.text(ids[shared_size:].tolist()) for ids in group.prompts()],
-        "completions": [text.text(group.completion_ids[span].tolist()) for span in group.sampled_spans()],
+        "contexts": [text.text(context.tolist()) for context in contexts],
+        "completions": [text.text(completion.tolist()) for completion in completions],
     }
 
 

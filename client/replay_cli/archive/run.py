@@ -43,11 +43,11 @@ def run_archiver(
 
     log_to_stderr(log_level, log_format)
     os.nice(19)  # every other process of the machine goes first
-    ended = threading.Event()
+    must_end = threading.Event()
     for number in stop_signals():
-        signal.signal(number, lambda *_: ended.set())
-    with connect(context, 30.0, named=True) as client:
+        signal.signal(number, lambda *_: must_end.set())
+    with connect(context, usual=30.0, named=True) as client:
         archiver = ask(lambda: Archiver(client, folder, say, **settings))
         say(f"archiving {client.address} into {folder}")
-        ask(lambda: archiver.run(ended.is_set))
+        ask(lambda: archiver.run(must_end.is_set))
         client.leave()

@@ -33,22 +33,26 @@ WithPayloads = Annotated[
 
 
 def write(file: Path, form: Form, rows: Iterator[Row], origin: dict[str, str], as_json: bool) -> None:
-    """Writes an export, and prints how many items and rows it has.
+    """Writes an export into a file, and prints how many items and rows the export has.
 
-    `origin`: one field of the JSON output, which says where the rows are from, such as {"table": "replay"}.
+    `form`: the form that makes `rows`. `origin`: the field of the JSON output that says where the rows are from, such
+    as {"table": "replay"}.
     """
     from replay_cli.archive.files import write_rows
 
     check_name(file)
     count = ask(lambda: write_rows(file, form.columns(), rows))
-    # `form` has counted the items while it made the rows.
-    more = f", in {counted(count, 'row')}" if form.sequences else ""
-    words = f"{counted(form.items, 'item')} of {', '.join(origin.values())} written to {file}{more}"
+    # `form` has counted the items while it made the rows. Without `sequences`, each item has one row.
+    in_rows = f", in {counted(count, 'row')}" if form.sequences else ""
+    words = f"{counted(form.items, 'item')} of {', '.join(origin.values())} written to {file}{in_rows}"
     print_result(as_json, origin | {"file": str(file), "items": form.items, "rows": count}, words)
 
 
 def check_name(path: Path) -> None:
-    """Ends the command unless the name ends like that of a file of JSON lines or Parquet."""
+    """Ends the command if the file's name has another ending than .jsonl, .json or .parquet.
+
+    Also ends the command for .parquet if pyarrow is missing.
+    """
     if path.suffix == ".parquet":
         need("a .parquet file", "parquet", "pyarrow")
     elif path.suffix not in (".jsonl", ".json"):

@@ -1,13 +1,13 @@
-"""Rotary frequencies that depend on a length: chooses them once, for the length that engines serve.
+"""Chooses rotary frequencies that depend on a length. Chooses them once for a model, for the length that is served.
 
 transformers chooses the frequencies anew in each forward pass, by the longest sequence in that pass. So the
-log-probabilities of a sequence would depend on the other sequences of its micro-batch. vLLM chooses once, when it
-starts. The trainer and the engines here follow vLLM's rule:
+log-probabilities of a sequence would depend on the other sequences of its micro-batch. vLLM chooses the frequencies
+once, when it starts. The trainer and the engines here follow vLLM's rule:
 
     longrope    the long factors if max_model_len > original_max_position_embeddings, otherwise the short ones.
                 By default max_model_len is the original length.
-    dynamic     always the frequencies of the base in the configuration, whatever the length. vLLM's table of
-                rotations ends at max_position_embeddings.
+    dynamic     always the frequencies of the configured base (rope_theta), whatever the length. vLLM's table of
+                rotations ends at max_position_embeddings, so no longer sequence can be served.
 
 (vllm/model_executor/layers/rotary_embedding/phi3_long_rope_scaled_rope.py and dynamic_ntk_scaling_rope.py;
 vllm/config/model.py, _get_and_verify_max_len.)
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 LONGROPE = ("longrope", "su")
 """The present and the older name of the kind of frequencies that has long factors."""
-_FEW = 8
-"""The number of positions whose rotations the check of a rotary module compares."""
+_COMPARED_POSITIONS = 8
+"""The number of first positions whose rotations are compared to check a rotary module."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Rope:
     """The rule by which the frequencies of one model follow from a length."""
 
     long_from: int | None
-    """The model takes its long factors for lengths above this one; None: the model has no long factors."""
+    """The model takes its long factors for lengths above this length; None: the model has no long factors."""
     most: int | None
-    """The greatest length for which the model can be served; None: the frequencies set no limit."""
+    """The greatest length that can be served with these frequencies; None: the frequencies set no limit."""
 
     @classmethod
     def of(cls, config: Any) -> Rope | None:
@@ -43,21 +43,21 @@ class Rope:
 
         Raises ValueError for parameters that vLLM reads and transformers does not.
         """
-        text = config.get_text_config()
+        text_config = config.get_text_config()
         long_from = None
         most = None
-        for parameters in _parameters_of(text):
+        for parameters in _parameters_of(text_config):
             kind = _kind_of(parameters)
             if kind in LONGROPE:
-                long_from = _original_length(text, parameters)
+                long_from = _original_length(text_config, parameters)
             elif "dynamic" in kind:
                 if "max_trained_positions" in parameters:
                     raise ValueError(
-                        f"{text.model_type} has dynamic frequencies with max_trained_positions = "
+                        f"{text_config.model_type} has dynamic frequencies with max_trained_positions = "
                         f"{parameters['max_trained_positions']}, which vLLM uses and transformers does not: remove it "
                         "from the model's rope_parameters, or take another model"
                     )
-                most = int(text.max_position_embeddings)
+                most = int(text_config.max_position_embeddings)
         if long_from is None and most is None:
             return None
         return cls(long_from, most)
@@ -67,10 +67,11 @@ class Rope:
         if self.long_from is None:
             assert self.most is not None  # a rule has at least one of the two
             return self.most
-        # vLLM looks for the original length only beside the parameters, and otherwise takes the whole length.
-        text = config.get_text_config()
-        original = getattr(text, "original_max_position_embeddings", None)
-        return int(original or text.max_position_embeddings)
+        # vLLM reads this default from the configuration itself, and not from the parameters of the frequencies inside
+        # it. If the configuration itself lacks the original length, vLLM takes the whole length.
+        text_config = config.get_text_config()
+        original = getattr(text_config, "original_max_position_embeddings", None)
+        return int(original or text_config.max_position_embeddings)
 
     def is_long(self, length: int) -> bool:
         """True if a model that serves up to `length` tokens takes the long factors."""
@@ -92,8 +93,8 @@ def fix_frequencies(model: Any, max_length: int | None) -> int | None:
     each model that is built. Returns the length by which the frequencies were chosen. Returns None if the frequencies
     depend on no length; then the model is unchanged.
 
-    Raises ValueError if the model cannot be served with that length, or still computes frequencies by the longest
-    sequence.
+    Raises ValueError if the model cannot be served with that length, or if transformers would still choose the
+    frequencies by the longest sequence of a forward pass.
     """
     rope = Rope.of(model.config)
     if rope is None:
@@ -106,9 +107,9 @@ def fix_frequencies(model: Any, max_length: int | None) -> int | None:
             f"of {rope.most} positions (max_position_embeddings): set max_length to {rope.most} or less"
         )
     for module in model.modules():
-        for part in _parts_of(module):
-            part.fix(rope.is_long(length))
-            if part.follows_the_longest(length):
+        for frequency_set in _frequency_sets_of(module):
+            frequency_set.fix(long=rope.is_long(length))
+            if frequency_set.depends_on_row(length):
                 raise ValueError(
                     f"transformers computes the frequencies of {name} from the longest sequence of a micro-batch, and "
                     f"they cannot be held for max_length = {length}: set max_length to {rope.long_from or rope.most} "
@@ -118,7 +119,7 @@ def fix_frequencies(model: Any, max_length: int | None) -> int | None:
 
 
 def frequency_facts(config: Any, length: int | None) -> dict[str, Any]:
-    """The choice of frequencies, as facts for the manifest of published weights, by name; empty: there was no choice.
+    """Facts about the choice of frequencies, by name, for the manifest of published weights; {}: there was no choice.
 
     `length`: the result of `fix_frequencies`.
     """
@@ -148,13 +149,17 @@ def why_other_frequencies(facts: Mapping[str, Any], served: int) -> str:
     )
 
 
-def _parameters_of(text: Any) -> list[Mapping[str, Any]]:
+def _parameters_of(text_config: Any) -> list[Mapping[str, Any]]:
     """The parameters of the frequencies: one mapping for each type of layer, or one for all layers; []: none."""
-    configured = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)  # the older name
+    configured = getattr(text_config, "rope_parameters", None)
+    if not configured:
+        configured = getattr(text_config, "rope_scaling", None)  # the older name
     if not isinstance(configured, Mapping):
         return []
-    of_layer_types = [parameters for parameters in configured.values() if isinstance(parameters, Mapping)]
-    return of_layer_types or [configured]
+    mappings = [value for value in configured.values() if isinstance(value, Mapping)]  # one for each type of layer
+    if mappings:
+        return mappings
+    return [configured]
 
 
 def _kind_of(parameters: Mapping[str, Any]) -> str:
@@ -162,90 +167,100 @@ def _kind_of(parameters: Mapping[str, Any]) -> str:
     return str(parameters.get("rope_type") or parameters.get("type") or "default")
 
 
-def _original_length(text: Any, parameters: Mapping[str, Any]) -> int:
+def _original_length(text_config: Any, parameters: Mapping[str, Any]) -> int:
     """The length for which the model was trained before its frequencies were extended."""
-    beside_parameters = getattr(text, "original_max_position_embeddings", None)
+    in_config = getattr(text_config, "original_max_position_embeddings", None)
     in_parameters = parameters.get("original_max_position_embeddings")
-    return int(beside_parameters or in_parameters or text.max_position_embeddings)
+    return int(in_config or in_parameters or text_config.max_position_embeddings)
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The frequencies of one rotary module or, if it has several sets, the frequencies of one type of layer."""
+class _FrequencySet:
+    """A set of frequencies of a rotary module. A module has one set for all layers, or one for each type of layer."""
 
     module: Any
     layer_type: str | None
-    """The type of layer; None: the module has one set of frequencies for all layers."""
+    """The type of layer that uses the set; None: all layers use it."""
     kind: str
     """The kind of frequencies; see `_kind_of`."""
 
     def fix(self, long: bool) -> None:
-        """Chooses the frequencies, and keeps transformers from choosing others in a forward pass."""
+        """Chooses the frequencies, and keeps transformers from choosing others in a forward pass.
+
+        `long`: choose the long factors, if these frequencies have any.
+        """
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         module = self.module
-        name = "inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"
+        # Dynamic frequencies need no computation here: a module is built with those of the configured base.
         if self.kind in LONGROPE:
-            parameters = _parameters_of_layers(module.config, self.layer_type)
+            buffer_name = "inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"
+            parameters = _parameters_of_layer_type(module.config, self.layer_type)
             original = _original_length(module.config, parameters)
-            device = getattr(module, name).device
-            choose = ROPE_INIT_FUNCTIONS["longrope"]
+            device = getattr(module, buffer_name).device
+            compute = ROPE_INIT_FUNCTIONS["longrope"]
             # Any length above the original one chooses the long factors.
             seq_len = original + 1 if long else None
-            chosen, _ = choose(module.config, device, seq_len=seq_len, **self._layer_argument)
-            setattr(module, name, chosen)
-        # transformers never computes frequencies of the kind "default" again.
+            frequencies, _ = compute(module.config, device, seq_len=seq_len, **self._layer_argument)
+            setattr(module, buffer_name, frequencies)
+        # In a forward pass, transformers chooses longrope and dynamic frequencies anew, but never frequencies of the
+        # kind "default". So tell transformers that these frequencies are of the kind "default".
         if self.layer_type is None:
             module.rope_type = "default"
         else:
             module.rope_type = {**module.rope_type, self.layer_type: "default"}
 
-    def follows_the_longest(self, length: int) -> bool:
-        """True if the rotations of the first positions change when the row also has the last of `length` positions."""
+    def depends_on_row(self, length: int) -> bool:
+        """True if the rotations of the first positions depend on the other positions in the row.
+
+        Compares the rotations in a short row with those in a row that also has the last of `length` positions.
+        """
         import torch
 
-        few = min(_FEW, length)  # the number of positions to compare
-        in_short_row = self._rotations(few, few)
-        in_long_row = self._rotations(few, max(length - 1, few))
-        pairs = zip(in_short_row, in_long_row, strict=True)
-        return not all(torch.equal(short, long) for short, long in pairs)
+        count = min(_COMPARED_POSITIONS, length)
+        short_row = self._rotations(count, last=count)
+        long_row = self._rotations(count, last=max(length - 1, count))
+        pairs = zip(short_row, long_row, strict=True)
+        return not all(torch.equal(in_short_row, in_long_row) for in_short_row, in_long_row in pairs)
 
-    def _rotations(self, few: int, last: int) -> list[torch.Tensor]:
-        """The rotations of the first `few` positions, in a row of these positions and the position `last`."""
-        import torch  # not at the top of the file: a generator without torch reads manifests with this module
+    def _rotations(self, count: int, *, last: int) -> list[torch.Tensor]:
+        """The rotations of the first `count` positions, in a row of these positions and the position `last`."""
+        import torch  # not at the top of the file, because a generator without torch reads manifests with this module
 
         buffer = next(self.module.buffers())
         hidden = torch.zeros(1, device=buffer.device)  # the module reads only its dtype and device
-        positions = torch.tensor([[*range(few), last]], device=buffer.device)
-        rotated = self.module(hidden, positions, **self._layer_argument)
-        parts = rotated if isinstance(rotated, tuple) else (rotated,)
-        return [part[:, :few] for part in parts]  # usually two parts: cosines and sines (1, positions, size)
+        positions = torch.tensor([[*range(count), last]], device=buffer.device)
+        rotations = self.module(hidden, positions, **self._layer_argument)
+        # Usually there are two parts, cosines and sines, each (1, positions, size).
+        parts = rotations if isinstance(rotations, tuple) else (rotations,)
+        return [part[:, :count] for part in parts]
 
     @property
     def _layer_argument(self) -> dict[str, Any]:
-        """The keyword argument by which transformers gets the type of layer; empty: the module has one set."""
+        """The keyword argument that tells transformers the type of layer; empty: all layers use this set."""
         if self.layer_type is None:
             return {}
         return {"layer_type": self.layer_type}
 
 
-def _parts_of(module: Any) -> Iterator[_Part]:
-    """Yields the frequencies of a module that depend on a length. Yields nothing if the module is not rotary."""
+def _frequency_sets_of(module: Any) -> Iterator[_FrequencySet]:
+    """Yields each set of frequencies of a module that depends on a length. A module that is not rotary has none."""
     kinds = getattr(module, "rope_type", None)
     config = getattr(module, "config", None)
     if kinds is None or config is None:
         return
     layer_types: list[str | None] = list(kinds) if isinstance(kinds, Mapping) else [None]
     for layer_type in layer_types:
-        kind = _kind_of(_parameters_of_layers(config, layer_type))
+        parameters = _parameters_of_layer_type(config, layer_type)
+        kind = _kind_of(parameters)
         if kind in LONGROPE or "dynamic" in kind:
-            yield _Part(module, layer_type, kind)
+            yield _FrequencySet(module, layer_type, kind)
 
 
-def _parameters_of_layers(config: Any, layer_type: str | None) -> Mapping[str, Any]:
+def _parameters_of_layer_type(config: Any, layer_type: str | None) -> Mapping[str, Any]:
     """The parameters of the frequencies of one type of layer (None: of all layers); empty: there are none."""
     if layer_type is None:
-        of_all_layers = _parameters_of(config)
-        return of_all_layers[0] if of_all_layers else {}
-    of_type: Mapping[str, Any] = config.rope_parameters[layer_type]
-    return of_type
+        all_parameters = _parameters_of(config)
+        return all_parameters[0] if all_parameters else {}
+    parameters: Mapping[str, Any] = config.rope_parameters[layer_type]
+    return parameters

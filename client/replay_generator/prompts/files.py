@@ -1,12 +1,13 @@
-"""Row files: reads rows by number from files and data sets, in their usual forms.
+"""Row files: reads rows, by their number, from files and data sets in their usual forms.
 
-    JSON lines, a JSON array           read whole. May be packed by gzip, come from a pipe, or from "-", which is stdin
-    Parquet                            read whole, as Arrow. A row is converted to objects of Python when it is needed
-    a folder of these                  the files of one split
-    a folder of `datasets`, or a name  read by that package, row by row
+* A file of JSON lines, or with a JSON array, is read whole. It may be packed by gzip. It may be a pipe, or "-", which
+  stands for stdin.
+* A Parquet file is read whole, into an Arrow table. A row is converted to Python objects when it is needed.
+* From a folder of such files, the files of one split are read.
+* A folder that the package `datasets` has saved, or a data set on the hub, is read by that package, row by row.
 
-The first bytes of a file decide its form, and not its name. A row that cannot be read raises an error only when it is
-needed. The error names file and row.
+The first bytes of a file, not its name, decide its form. A row that cannot be read raises an error only when it is
+needed. The error names the file and the row.
 """
 
 from __future__ import annotations
@@ -43,36 +44,39 @@ _OTHER_FILES = (
     (codecs.BOM_UTF16_LE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
     (codecs.BOM_UTF16_BE, "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"),
 )
-"""Forms of files that users name by mistake: for each the first bytes, its name in the error, and the remedy."""
+"""Forms of files that cannot be read, but that users give by mistake. Each entry has the first bytes of such a file,
+the name of the form in the error, and the remedy."""
 _ONLY_LINES = (
     (_GZIP, "a gzip file", "unpack it with gunzip"),
     (_PARQUET, "a Parquet file", "write it as JSON lines or, to import items, let its name end with .parquet"),
 )
-"""Further forms like those of _OTHER_FILES, for readers that accept only lines of JSON."""
-_AT_ONCE = 256
-"""The number of rows that Arrow converts to Python at once."""
+"""Further forms that `json_lines` cannot read, because it reads only lines of JSON. The entries are as in
+_OTHER_FILES."""
+_ROWS_AT_ONCE = 256
+"""The number of rows of an Arrow table that are converted to Python objects at once."""
 _HEAD = 8
 """The number of first bytes that decide the form of a file."""
-_LOOKED_AT = 1 << 16
-"""The number of first bytes that show if a file has one row in each line."""
+_START_BYTES = 1 << 16
+"""The number of first bytes by which `_values` decides whether a file has one row in each line."""
 _TABLES = {".csv": "read_csv", ".tsv": "read_table", ".xlsx": "read_excel"}
-"""The ends of names of files whose values have no types, and the function of pandas that reads each."""
+"""Suffix of a file -> the function of pandas that reads the file. Files with these suffixes are refused, because their
+values have no types."""
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
-"""The ends of names of packed files."""
+"""The suffixes of packed files."""
 _LINES_ENDS = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-"""The ends of names of files with JSON lines."""
+"""The names of files with JSON lines end so."""
 _JSON_ENDS = (".json", ".json.gz")
-"""The ends of names of other JSON files."""
-_NAMES_OF_FILES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", *_PACKED, *_TABLES)
-"""Ends of names by which a source is a file, and not a data set on the hub."""
+"""The names of other JSON files end so."""
+_FILE_SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".txt", *_PACKED, *_TABLES)
+"""A source with one of these suffixes is a file, and not a data set on the hub."""
 _LFS = b"version https://git-lfs"
-"""The beginning of the note that git leaves in the place of a large file."""
+"""The beginning of a pointer file, which Git LFS leaves in the place of a large file that it has not fetched yet."""
 _SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""The words that name each split. A file belongs to the first split that has one of its words in the file's path."""
+"""Split -> the words that name it in paths. A file belongs to the first split that has a word in the file's path."""
 
 
 class Rows(Protocol):
@@ -100,7 +104,7 @@ class Rows(Protocol):
 
 
 def place_of(rows: Any, index: int) -> str:
-    """The name of a row in errors: the name that `rows` has for it, otherwise its number."""
+    """The name of a row in errors: what `rows.place` returns. If `rows` has no such method, the number of the row."""
     if hasattr(rows, "place"):
         return str(rows.place(index))
     return f"row {index + 1} (index {index}) of the prompts"
@@ -111,9 +115,13 @@ def place_of(rows: Any, index: int) -> str:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file with the bytes of a file, a pipe, or stdin, unpacked. The result can be read twice."""
+    """Opens a file, a pipe, or stdin. Yields a file object with its bytes, unpacked if they are packed by gzip.
+
+    The file object is seekable, so that it can be read more than once. If the caller's block reads damaged gzip data,
+    the block ends with ValueError.
+    """
     with contextlib.ExitStack() as stack:
-        if os.fspath(path) == STDIN:  # its descriptor is 0, and stays open
+        if os.fspath(path) == STDIN:  # stdin has descriptor 0, which stays open
             file: IO[bytes] = stack.enter_context(open(0, "rb", closefd=False))
         else:
             file = stack.enter_context(Path(path).open("rb"))
@@ -125,26 +133,27 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         try:
             unpacked = gzip.GzipFile(fileobj=file)
             stack.callback(unpacked.close)
-            yield cast("IO[bytes]", unpacked)  # the code inside of the context reads the file, which raises the errors
+            # The caller's block reads the file, so the errors of reading come out of this `yield`.
+            yield cast("IO[bytes]", unpacked)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}: a damaged gzip file: {error}") from error
 
 
 def _head(file: IO[bytes]) -> bytes:
-    """The first bytes of a file, which is then read again from its beginning."""
+    """Returns the first bytes of a file, and seeks back to its beginning."""
     head = file.read(_HEAD)
     file.seek(0)
     return head
 
 
 def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file in UTF-8 with one JSON object in each line, each with the number of its line.
+    """Yields the number and the object of each line of a file in UTF-8 that has one JSON object in each line.
 
-    Empty lines and a byte order mark are skipped. For any other file, raises ValueError, which names file, line and
-    remedy.
+    Empty lines and a byte order mark are skipped. Raises ValueError, which names file, line and remedy, for a file of
+    another form, and for a line that is no JSON object.
     """
     with Path(path).open("rb") as file:
-        if file.seekable():  # the first bytes of a pipe cannot be read twice
+        if file.seekable():  # the form of a pipe is not checked, because its first bytes cannot be read twice
             _refuse_others(path, file, _ONLY_LINES)
         for number, row in _lines(path, file):
             if isinstance(row, ValueError):
@@ -153,7 +162,10 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, An
 
 
 def _lines(path: object, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] | ValueError]]:
-    """Yields the number of each line, and its object or, if the line is no JSON object, the error."""
+    """Yields the number and the object of each line that is not empty.
+
+    If a line is no JSON object, yields a ValueError in the place of the object.
+    """
     for number, line in enumerate(file, start=1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
@@ -166,7 +178,7 @@ def _lines(path: object, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any] 
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The object in a line. Raises ValueError for any other text."""
+    """Parses the text of a line, which must be one JSON object. Raises ValueError for any other text."""
     try:
         row = json.loads(text)
     except RecursionError:
@@ -179,27 +191,29 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _decoded(data: bytes) -> str:
-    """The text in UTF-8. Raises ValueError, with the remedy, for other bytes."""
+    """Decodes bytes in UTF-8. Raises ValueError, which names the remedy, for other bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
+        wrong_byte = data[error.start : error.start + 1]
         raise ValueError(
-            f"byte {error.start + 1}, {data[error.start : error.start + 1]!r}, is not UTF-8: if the file is in "
-            "Latin-1, convert it with iconv -f ISO-8859-1 -t UTF-8"
+            f"byte {error.start + 1}, {wrong_byte!r}, is not UTF-8: if the file is in Latin-1, convert it with iconv "
+            "-f ISO-8859-1 -t UTF-8"
         ) from error
 
 
 def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, str, str]] = ()) -> None:
-    """Raises ValueError, with the remedy, for a file without rows in a known form.
+    """Raises ValueError, which names the remedy, for a file of a known form that cannot be read.
 
-    `others`: further forms to refuse, as in _OTHER_FILES.
+    These are files with a suffix of _TABLES, pointer files of Git LFS, and the forms of _OTHER_FILES. `others` are
+    further forms to refuse, with entries as in _OTHER_FILES.
     """
     name = str(path)
-    line = _line_that_converts(Path(name))
+    line = _conversion_command_line(Path(name))
     if line is not None:
         raise ValueError(f"{name}: its values have no types, so it is not read; convert it: {line}")
     head = _head(file)
-    # The head is shorter than the beginning of such a note. A file of fewer than _HEAD bytes is no such note.
+    # `head` has at most _HEAD bytes, fewer than _LFS. A file that has fewer bytes than _HEAD is no pointer file.
     if _LFS.startswith(head) and len(head) == _HEAD:
         raise ValueError(f"{name}: git has not fetched this file yet, and left a note in its place: run git lfs pull")
     for start, kind, remedy in (*_OTHER_FILES, *others):
@@ -207,13 +221,13 @@ def _refuse_others(path: object, file: IO[bytes], others: Sequence[tuple[bytes, 
             raise ValueError(f"{name}, line 1: this is {kind}, and not lines of JSON in UTF-8: {remedy}")
 
 
-def _line_that_converts(path: Path) -> str | None:
-    """The command that converts a file of _TABLES to JSON lines; None: by its name, the file is none of these."""
-    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
-    reader = _TABLES.get(plain.suffix.lower())
+def _conversion_command_line(path: Path) -> str | None:
+    """The command line that converts a file with a suffix of _TABLES to JSON lines; None: it has another suffix."""
+    unpacked = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    reader = _TABLES.get(unpacked.suffix.lower())
     if reader is None:
         return None
-    target = str(plain.with_suffix(".jsonl"))
+    target = str(unpacked.with_suffix(".jsonl"))
     source = str(path)
     return (
         f'python -c "import pandas; pandas.{reader}({source!r}, dtype=str).to_json({target!r}, '
@@ -222,14 +236,15 @@ def _line_that_converts(path: Path) -> str | None:
 
 
 def _values(name: str, file: IO[bytes]) -> list[Any] | None:
-    """The values of a file that is one JSON array or one object; None: read the file line by line.
+    """Reads the values of a file that is one JSON array or one JSON object; None: the file must be read line by line.
 
-    Raises ValueError for a damaged array.
+    Afterwards, `file` is at its beginning again. Raises ValueError for a damaged array, and for values that are nested
+    too deeply.
     """
-    start = file.read(_LOOKED_AT).removeprefix(codecs.BOM_UTF8).lstrip()
+    start = file.read(_START_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     file.seek(0)
     is_array = start.startswith(b"[")
-    if not is_array and not _has_lines_of_one_object(start):
+    if not is_array and not _begins_with_multiline_object(start):
         return None
     data = file.read().removeprefix(codecs.BOM_UTF8)
     file.seek(0)
@@ -241,7 +256,7 @@ def _values(name: str, file: IO[bytes]) -> list[Any] | None:
         return None  # the reader of lines raises an error that names the line
     except json.JSONDecodeError as error:
         first_line = start.partition(b"\n")[0]
-        # If the first line is JSON by itself, the file is no array: each of its lines has a value.
+        # If the first line is JSON by itself, the file is not one array, but has a value in each line.
         if is_array and not _is_json(first_line):
             raise ValueError(f"{name}: it begins as a JSON array, and is damaged: {error}") from error
         return None
@@ -252,7 +267,7 @@ def _values(name: str, file: IO[bytes]) -> list[Any] | None:
     return None
 
 
-def _has_lines_of_one_object(start: bytes) -> bool:
+def _begins_with_multiline_object(start: bytes) -> bool:
     """True if a file begins with an object that is written over several lines. `start`: the beginning of the file."""
     first_line, line_end, _ = start.partition(b"\n")
     if not first_line.startswith(b"{") or not line_end:
@@ -281,9 +296,9 @@ class FileRows:
     in_memory = True
 
     def __post_init__(self) -> None:
-        """Computes the ends of the files, and the columns that any of them has."""
+        """Computes the ends of the files, and the columns that at least one of them has."""
         self._ends = list(accumulate(len(part) for part in self.parts))
-        """For each file, the number of rows in this file and all files before."""
+        """For each file, the number of rows in this file and in all files before it."""
         self.columns: Sequence[str] | None = None
         if self.parts and all(part.columns is not None for part in self.parts):
             names: list[str] = []
@@ -297,7 +312,7 @@ class FileRows:
         return self._ends[-1]
 
     def _part(self, index: int) -> tuple[Rows, int]:
-        """The file of a row, and the index of the row in that file."""
+        """The rows of the file that has this row, and the index of the row in that file."""
         file_index = bisect_right(self._ends, index)  # the first file that ends behind the row
         if index < 0 or file_index == len(self.parts):
             raise IndexError(index)
@@ -306,12 +321,12 @@ class FileRows:
         return part, index - start
 
     def __getitem__(self, index: int) -> Any:
-        part, inside = self._part(index)
-        return part[inside]
+        part, index_in_part = self._part(index)
+        return part[index_in_part]
 
     def place(self, index: int) -> str:
-        part, inside = self._part(index)
-        return part.place(inside)
+        part, index_in_part = self._part(index)
+        return part.place(index_in_part)
 
     def each(self) -> Iterator[Any]:
         for part in self.parts:
@@ -319,14 +334,14 @@ class FileRows:
 
 
 @dataclass
-class _Listed:
-    """Rows in memory."""
+class _ListedRows:
+    """The rows of a file of JSON, in a list."""
 
     name: str
     word: str
     """The word before a number in errors: "line" or "row"."""
     rows: list[tuple[int, Any]]
-    """The number of each row, from 1, and the row, or a ValueError if it cannot be read."""
+    """The number of each row, from 1, and the row. In the place of a row that cannot be read, there is a ValueError."""
     columns: Sequence[str] | None = None
     in_memory: bool = True
 
@@ -334,13 +349,14 @@ class _Listed:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        row = self.rows[index][1]
+        _, row = self.rows[index]
         if isinstance(row, ValueError):
             raise row
         return row
 
     def place(self, index: int) -> str:
-        return f"{self.name}, {self.word} {self.rows[index][0]}"
+        number, _ = self.rows[index]
+        return f"{self.name}, {self.word} {number}"
 
     def each(self) -> Iterator[Any]:
         for _, row in self.rows:
@@ -349,9 +365,10 @@ class _Listed:
 
 @dataclass
 class ArrowRows:
-    """Rows of a table of pyarrow, or of a data set. If a row lacks a field, Arrow adds the field with null.
+    """Rows of a table of pyarrow, or of a data set of the package `datasets`.
 
-    `template_columns`: the columns from which a chat template gets values. In these columns, null fields are left out.
+    `template_columns`: the columns from which a chat template gets values. In these columns, null fields are left out,
+    because Arrow adds a null field to an object if any other object of the column has this field.
     """
 
     name: str
@@ -364,7 +381,7 @@ class ArrowRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        """The row, as objects of Python. Raises ValueError for values that are nested too deeply."""
+        """Converts the row to Python objects. Raises ValueError for values that are nested too deeply."""
         if not 0 <= index < len(self.rows):
             raise IndexError(index)
         if hasattr(self.rows, "to_pylist"):  # a table of pyarrow
@@ -377,12 +394,15 @@ class ArrowRows:
         return f"{self.name}, row {index + 1} (index {index})"
 
     def each(self) -> Iterator[Any]:
-        """Yields all rows in their order; see Rows. Arrow converts _AT_ONCE rows at once, which is faster."""
-        for start in range(0, len(self.rows), _AT_ONCE):
+        """Yields all rows in their order, as in Rows.
+
+        A table of pyarrow converts _ROWS_AT_ONCE rows at once, which is faster than one row at a time.
+        """
+        for start in range(0, len(self.rows), _ROWS_AT_ONCE):
             if hasattr(self.rows, "to_pylist"):  # a table of pyarrow
-                rows = self.rows.slice(start, _AT_ONCE).to_pylist()
+                rows = self.rows.slice(start, _ROWS_AT_ONCE).to_pylist()
             else:
-                end = min(start + _AT_ONCE, len(self.rows))
+                end = min(start + _ROWS_AT_ONCE, len(self.rows))
                 rows = [self.rows[index] for index in range(start, end)]
             for row in rows:
                 try:
@@ -392,7 +412,7 @@ class ArrowRows:
 
 
 def row_of_arrow(row: Mapping[str, Any], template_columns: Sequence[str]) -> dict[str, Any]:
-    """A row without the null fields that Arrow adds to the values in its `template_columns`.
+    """Copies a row, without the null fields inside the values of its `template_columns`: see ArrowRows.
 
     Raises ValueError for values that are nested too deeply.
     """
@@ -404,16 +424,17 @@ def row_of_arrow(row: Mapping[str, Any], template_columns: Sequence[str]) -> dic
 
 
 def numbered_rows(rows: Any, template_columns: Sequence[str]) -> Any:
-    """The rows of a DataFrame, a data set of the package `datasets`, or a table of pyarrow, by number.
+    """Makes the rows of a DataFrame, a data set of the package `datasets`, or a table of pyarrow readable by number.
 
-    Other rows are returned unchanged. `template_columns`: see ArrowRows. Raises ValueError for a data set from which no
-    split was chosen.
+    Returns other rows unchanged, also those of a streamed data set. `template_columns`: see ArrowRows. Raises
+    ValueError for a data set from which no split was chosen.
     """
     if hasattr(rows, "iloc"):  # a DataFrame of pandas, in which rows[0] is a column
         return rows.to_dict("records")
     if isinstance(rows, Mapping):
-        raise ValueError(f"the prompts are in splits, {', '.join(map(str, rows))}: choose one, such as rows['train']")
-    if is_of_arrow(rows) and hasattr(rows, "__getitem__"):
+        splits = ", ".join(map(str, rows))
+        raise ValueError(f"the prompts are in splits, {splits}: choose one, such as rows['train']")
+    if is_of_arrow(rows) and hasattr(rows, "__getitem__"):  # a streamed data set has no `__getitem__`
         return ArrowRows("the prompts", rows, rows.column_names, template_columns, in_memory=False)
     return rows
 
@@ -424,7 +445,7 @@ def is_of_arrow(rows: Any) -> bool:
 
 
 def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str]) -> Rows:
-    """The rows of one file. Raises ValueError for a file of an unknown form, or a damaged file.
+    """Reads the rows of one file. Raises ValueError for a file of an unknown form, or a damaged file.
 
     A row that cannot be read raises an error only when it is needed.
     """
@@ -436,17 +457,22 @@ def _rows_of_file(path: str | os.PathLike[str], template_columns: Sequence[str])
             return ArrowRows(name, table, table.column_names, template_columns, in_memory=True)
         values = _values(name, file)
         if values is None:
-            return _Listed(name, "line", list(_lines(path, file)))
+            return _ListedRows(name, "line", list(_lines(path, file)))
         rows: list[tuple[int, Any]] = []
         for number, value in enumerate(values, start=1):
-            if not isinstance(value, dict):
-                value = ValueError(f"{name}, row {number}: a {type(value).__name__} where an object belongs")
-            rows.append((number, value))
-        return _Listed(name, "row", rows)
+            if isinstance(value, dict):
+                rows.append((number, value))
+            else:
+                error = ValueError(f"{name}, row {number}: a {type(value).__name__} where an object belongs")
+                rows.append((number, error))
+        return _ListedRows(name, "row", rows)
 
 
 def _parquet(name: str, file: IO[bytes]) -> Any:
-    """The table of pyarrow in a Parquet file. Raises ImportError without pyarrow, and ValueError for a damaged file."""
+    """Reads a Parquet file into a table of pyarrow.
+
+    Raises ImportError if pyarrow is not installed, and ValueError for a damaged file.
+    """
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -458,9 +484,10 @@ def _parquet(name: str, file: IO[bytes]) -> Any:
 
 
 def file_rows(path: str | os.PathLike[str], template_columns: Sequence[str] = ()) -> FileRows:
-    """The rows of one file. `template_columns`: see ArrowRows.
+    """Reads the rows of one file. `template_columns`: see ArrowRows.
 
-    Raises ValueError for a file of another kind, and OSError.
+    Raises ValueError for a file of an unknown form or a damaged file, OSError for a file that cannot be opened or read,
+    and ImportError for a Parquet file if pyarrow is not installed.
     """
     return FileRows([_rows_of_file(path, template_columns)])
 
@@ -469,16 +496,19 @@ def file_rows(path: str | os.PathLike[str], template_columns: Sequence[str] = ()
 
 
 def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> FileRows:
-    """The rows of the files of a split, in the order of their names. Raises ValueError if there are none."""
+    """Reads the rows of the files of a split, in the order of the names of these files.
+
+    Raises ValueError if the folder has no files of the split.
+    """
     files = _data_files(folder)
     by_split: dict[str, list[Path]] = {}
     for path in files:
-        name = _split_of(path.relative_to(folder))
-        by_split.setdefault(name, []).append(path)
+        named_split = _split_of(path.relative_to(folder))
+        by_split.setdefault(named_split, []).append(path)
     if list(by_split) == [""]:  # no file is named after a split
         by_split = {"train": files}
     chosen = by_split.get(split)
-    if not chosen:  # `split` may be no name in _SPLITS. Then files with this word in their names are chosen
+    if not chosen:  # `split` may be a word that is not in _SPLITS: choose the files that have it in their names
         chosen = [path for path in by_split.get("", ()) if split in path.name]
     if not chosen:
         names = ", ".join(sorted(name or "others" for name in by_split))
@@ -487,9 +517,10 @@ def _folder_rows(folder: Path, split: str, template_columns: Sequence[str]) -> F
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """The files of a folder. If it has none, the files of its only subfolder, or of its subfolders for splits.
+    """Finds the data files of a folder. If the folder itself has none, finds those below its subfolders.
 
-    Raises ValueError if there are none, or if there are several subfolders that are not splits of one data set.
+    Raises ValueError if there are none either. Also raises ValueError if there are data files below several subfolders
+    that are not all named after splits, because these subfolders are several data sets.
     """
     own_files = _files_of_one_kind(folder)
     if own_files:
@@ -502,7 +533,7 @@ def _data_files(folder: Path) -> list[Path]:
     if not files_by_folder:
         raise ValueError(
             f"{folder} holds no prompts: neither files *.parquet, *.jsonl or *.json, nor what `datasets` saved"
-            f"{_other_files(folder)}"
+            f"{_remedy_for_other_files(folder)}"
         )
     all_are_splits = all(_split_of(Path(path.name)) for path in files_by_folder)
     if len(files_by_folder) > 1 and not all_are_splits:
@@ -515,7 +546,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """The files of a folder. If it has none, the files of its subfolders."""
+    """Finds the data files of a folder. If the folder itself has none, finds those of its subfolders."""
     files = _files_of_one_kind(folder)
     if not files:
         for subfolder in _folders(folder):
@@ -529,34 +560,34 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _files_of_one_kind(folder: Path) -> list[Path]:
-    """The Parquet files of a folder, or its files of JSON lines. If it has neither, its JSON files.
+    """Finds the data files of a folder: its Parquet files, or its files of JSON lines, or its other JSON files.
 
-    JSON files are the last choice, since they may describe the other files. Raises ValueError for a folder with both
-    Parquet files and JSON lines, of which one kind would be ignored.
+    Other JSON files are the last choice, because beside data files they may only describe these. Raises ValueError for
+    a folder with both Parquet files and files of JSON lines, because one kind would be ignored.
     """
     files = _files(folder)
     parquet = [path for path in files if path.name.lower().endswith(".parquet")]
-    lines = [path for path in files if path.name.lower().endswith(_LINES_ENDS)]
-    json_files = [path for path in files if path.name.lower().endswith(_JSON_ENDS)]
-    if parquet and lines:
+    json_lines_files = [path for path in files if path.name.lower().endswith(_LINES_ENDS)]
+    other_json = [path for path in files if path.name.lower().endswith(_JSON_ENDS)]
+    if parquet and json_lines_files:
         raise ValueError(
-            f"{folder} holds files of two kinds, such as {parquet[0].name} and {lines[0].name}: give one file, or a "
-            "folder of one kind"
+            f"{folder} holds files of two kinds, such as {parquet[0].name} and {json_lines_files[0].name}: give one "
+            "file, or a folder of one kind"
         )
-    return parquet or lines or json_files
+    return parquet or json_lines_files or other_json
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder, without files whose names begin with a dot: systems and editors make such files."""
+    """The files of a folder, except those whose names begin with a dot, which operating systems and editors make."""
     return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
 
 
-def _other_files(folder: Path) -> str:
-    """The remedy for the first file of a folder that must be converted or unpacked; "": there is no such file."""
+def _remedy_for_other_files(folder: Path) -> str:
+    """The end of an error: how to convert or unpack the first file that needs it; "": no file of the folder does."""
     for path in _files(folder):
-        line = _line_that_converts(path)
-        if line is not None:
-            return f"; convert {path.name}: {line}"
+        command_line = _conversion_command_line(path)
+        if command_line is not None:
+            return f"; convert {path.name}: {command_line}"
         if path.suffix.lower() in _PACKED:
             return f"; unpack {path.name}"
     return ""
@@ -575,10 +606,11 @@ def _split_of(path: Path) -> str:
 
 
 def open_rows(source: str, *, split: str = "train", template_columns: Sequence[str] = ()) -> Rows:
-    """The rows of a file, of a folder, or of a data set named as on the hub. `template_columns`: see ArrowRows.
+    """Opens the rows of a file, a folder, or a data set on the hub. `template_columns`: see ArrowRows.
 
-    If a data set on the hub has several subsets, add the name of one: "openai/gsm8k:main". Raises ValueError for a
-    source without rows or of an unknown form, OSError, and ImportError if a package is missing.
+    If a data set on the hub has several subsets, `source` also names one of them, as in "openai/gsm8k:main". Raises
+    ValueError for a source without rows or of an unknown form, OSError for a source that does not exist or cannot be
+    read, and ImportError if a package is missing.
     """
     path = Path(source)
     if not source:
@@ -603,14 +635,17 @@ def _is_saved_data_set(folder: Path) -> bool:
 
 def _is_path(source: str) -> bool:
     """True if a source is named like a file or folder, and not like a data set on the hub, `owner/name`."""
-    path = Path(source.partition(":")[0])  # without the subset of a data set
-    return source.startswith(("/", ".", "~")) or len(path.parts) > 2 or path.suffix.lower() in _NAMES_OF_FILES
+    if source.startswith(("/", ".", "~")):
+        return True
+    name, _, _ = source.partition(":")  # a subset of a data set may follow
+    path = Path(name)
+    return len(path.parts) > 2 or path.suffix.lower() in _FILE_SUFFIXES
 
 
 def _data_set(source: str, split: str, template_columns: Sequence[str]) -> ArrowRows:
-    """The rows of a split of a data set, from the hub or from a folder that `datasets` has saved.
+    """Loads a split of a data set, from the hub or from a folder that the package `datasets` has saved.
 
-    Raises ImportError without the package `datasets`, and ValueError or OSError if it cannot load the split.
+    Raises ImportError if this package is not installed, and ValueError or OSError if it cannot load the split.
     """
     try:
         import datasets
@@ -626,7 +661,7 @@ def _data_set(source: str, split: str, template_columns: Sequence[str]) -> Arrow
             loaded = datasets.load_dataset(name, subset or None)
     except (ValueError, OSError, ImportError):  # callers expect these errors
         raise
-    except Exception as error:  # the package may raise any error for a name that it cannot read
+    except Exception as error:  # the package may raise any error for a data set that it cannot load
         raise ValueError(f"{source!r} is no data set that can be loaded: {type(error).__name__}: {error}") from error
     if isinstance(loaded, Mapping):
         if split not in loaded:

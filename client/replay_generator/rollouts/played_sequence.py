@@ -25,7 +25,8 @@ DrawnExtras = Sequence[tuple[int, Mapping[str, npt.NDArray[Any]], Mapping[str, s
 of the completion's first token, the extras by name, and the axis of each extra by name (`Completion.axes`)."""
 Columns = dict[str, tuple[str, list[Any]]]
 """The columns of several sequences, by name. A column consists of its axis, and of a list with one entry for each
-sequence: an array, or with the axis "ragged:token" a pair of values and offsets. `group_from_rows` takes this form."""
+sequence. An entry is an array. If the axis is "ragged:token", an entry is a pair of arrays: values and offsets.
+`group_from_rows` takes this form."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class PlayedSequence:
 
     @classmethod
     def of(cls, head: int, drawn: DrawnExtras, turns: Sequence[Any], **parts: Sequence[Any]) -> PlayedSequence:
-        """A sequence made of lists. `parts`: a list for each name of TOKENS, with one value for each token. Raises an
-        error for values that are no numbers. `check` finds lists of different lengths."""
+        """Makes a sequence from lists. `parts`: a list for each name of TOKENS, with one value for each token.
+
+        Raises an error for values that are no numbers. Only `check` raises an error for lists of different lengths.
+        """
         # A hook may have replaced a list by an array of any shape: `reshape(-1)` takes its values in order.
         token_ids = np.asarray(parts["token_ids"]).reshape(-1)
         return cls(
@@ -64,8 +67,8 @@ class PlayedSequence:
         )
 
     def check(self) -> None:
-        """Raises ValueError for tokens, or for log-probabilities, that no group can hold. Raises ValueError if the
-        attributes in TOKENS have different lengths."""
+        """Raises ValueError if the attributes in TOKENS have different lengths, or if no group can hold the tokens or
+        the log-probabilities."""
         lengths = [getattr(self, name).size for name in TOKENS]
         if len(set(lengths)) > 1:
             raise ValueError(
@@ -78,16 +81,17 @@ class PlayedSequence:
         check_logprobs(self.logprobs[self.head :])
 
     def columns(self) -> dict[str, tuple[str, Any]]:
-        """The columns of this sequence: the extras of all its completions together.
+        """The columns of this sequence, by name. A column has the values of one extra, from all completions.
 
-        A dictionary from the name of each column to its axis and its values, in the form of an entry of Columns. Raises
-        an error for values that do not fit the tokens.
+        Each column is a pair of its axis and its values. The values have the form of an entry of Columns. Raises an
+        error for values that do not fit the tokens.
         """
         axes: dict[str, str] = {}
         for _, extras, completion_axes in self.drawn:
             for name in extras:
-                # An array of offsets is part of the column whose values it cuts, and no column of its own.
-                is_offsets = name not in completion_axes and completion_axes.get(name.removesuffix(OFFSETS)) == RAGGED
+                # An array of offsets is part of the column whose values it divides, and no column of its own.
+                axis_of_values = completion_axes.get(name.removesuffix(OFFSETS))
+                is_offsets = name not in completion_axes and axis_of_values == RAGGED
                 if not is_offsets:  # the first completion that has the extra decides its axis
                     axes.setdefault(name, completion_axes.get(name, "token"))
         return {name: (axis, self._values(name, axis)) for name, axis in axes.items()}
@@ -95,9 +99,9 @@ class PlayedSequence:
     def _values(self, name: str, axis: str) -> Any:
         """The values of one column, in the form of an entry of Columns.
 
-        A token for which no completion has a value gets 0, or with the axis "ragged:token" an empty set.
+        A token for which no completion has a value gets 0. If the axis is "ragged:token", it gets an empty set.
         """
-        # The completions that have the extra. `start`: the row of the first token of a completion in the column.
+        # For each completion that has the extra: the row of its first token in the column, and its extras.
         parts = [(start - self.head, extras) for start, extras, _ in self.drawn if name in extras]
         size = self.token_ids.size - self.head  # the number of rows of the column: one for each token after the prompt
         if axis == RAGGED:
@@ -110,14 +114,14 @@ class PlayedSequence:
             values = np.concatenate([extras[name] for _, extras in parts])
             return values, offsets
         if axis == "whole":
-            # These values begin with the first token of the prompt, because the engine has read the sequence from
-            # there. The values of a later completion replace those of an earlier one.
+            # The values of each completion begin with the first token of the prompt, because the engine has read the
+            # sequence from there. The values of a later completion replace those of an earlier one.
             parts = [(0, extras) for _, extras in parts]
             size = self.token_ids.size
         first_start, first_extras = parts[0]
         first = np.asarray(first_extras[name])
         if len(parts) == 1 and first_start == 0 and len(first) == size:
-            return first  # needs no copy, because a single completion has all values
+            return first  # without a copy, because a single completion has all values
         values = np.zeros((size, *first.shape[1:]), first.dtype)  # a token for which no completion has a value keeps 0
         for start, extras in parts:
             values[start : start + len(extras[name])] = extras[name]
@@ -131,29 +135,29 @@ def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
     Raises an error for values that do not fit the tokens, or that do not fit the values of another sequence.
     """
     columns_S = [sequence.columns() for sequence in sequences]
-    # By name, the axis and the values of the first sequence that has the column. They decide for all sequences.
+    # Name of a column -> its axis and values in the first sequence that has it. All sequences must fit these.
     firsts: dict[str, tuple[str, Any]] = {}
     for columns in columns_S:
         for name, column in columns.items():
             firsts.setdefault(name, column)
     merged: Columns = {}
-    for name, (axis, first) in firsts.items():
+    for name, (axis, first_values) in firsts.items():
         values_S = []
         for sequence, columns in zip(sequences, columns_S, strict=True):
             own_axis, values = columns.get(name, (axis, None))  # None: this sequence lacks the column
             if own_axis != axis:
                 raise ValueError(f"{name!r} has the axis {axis!r} in one sequence, and {own_axis!r} in another")
-            values_S.append(_as_first(sequence, axis, values, first))
+            values_S.append(_fitted(sequence, axis, values, first_values))
         merged[name] = (axis, values_S)
     return merged
 
 
-def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> Any:
+def _fitted(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> Any:
     """The values of a sequence in one column, made to fit the values of the other sequences.
 
-    `first`: the values of the first sequence that has the column. They decide dtype and row shape, but the values of
-    ragged sets may keep a wider dtype. `values` None: this sequence lacks the column, and gets 0, or empty sets. Raises
-    ValueError for rows of another shape, unless NumPy can broadcast them.
+    `first`: the values of the first sequence that has the column. The result has their dtype and row shape, except that
+    the values of ragged sets keep a wider dtype. `values` None: this sequence lacks the column, and gets 0, or empty
+    sets. Raises ValueError for rows of another shape, unless NumPy can broadcast them.
     """
     size = sequence.token_ids.size
     if axis != "whole":
@@ -175,8 +179,8 @@ def _as_first(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> A
 
 
 def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
-    """Raises an error if one of the sequences fits no group, or if they do not fit together. Usually this is a
-    ValueError; values of a wrong type may raise any error.
+    """Raises an error if one of the sequences fits no group, or if the sequences do not fit together. The error is
+    usually a ValueError, but values of a wrong type may raise any error.
 
     Checks first the tokens of each sequence, then the axes of the columns, then the columns of each sequence.
     """
@@ -187,7 +191,7 @@ def check_sequences(sequences: Sequence[PlayedSequence]) -> None:
     for name, axis in axes.items():
         check_row_axis(name, axis)
     for number, sequence in enumerate(sequences):
-        # The columns of this sequence by name, with offsets as arrays of their own: `check_axes` takes this form.
+        # The columns of this sequence by name. Offsets are separate entries here, because `check_axes` takes this form.
         extras: dict[str, npt.NDArray[Any]] = {}
         for name, (axis, values_S) in columns.items():
             if axis == RAGGED:

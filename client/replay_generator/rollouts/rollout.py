@@ -1,4 +1,4 @@
-"""Rollouts: what the policy did with one task, and the hook that plays it.
+"""Rollouts: records of what the policy did with one task, and the hook that plays a rollout.
 
     async def rollout(task: Task, policy: RolloutPolicy) -> Rollout:
         sequence = RolloutSequence(task.prompt_ids)
@@ -13,9 +13,9 @@ everything else: permits, new weights, rewards, advantages, the insert. If a cal
 own rollout is lost.
 
 Token in, token out: a sequence keeps the token ids that the engine drew, and the next request sends these ids. No text
-of the policy is tokenized again, because this sometimes gives other ids than those that were drawn, and for these the
-engine computed no log-probabilities. Tokens that the policy did not write (the output of a tool, the words of a user)
-are added with `append_observation`. Trainers do not train on them.
+of the policy is tokenized again, because this sometimes gives other ids than those that were drawn. The engine has
+computed no log-probabilities for such other ids. Tokens that the policy did not write (the output of a tool, the words
+of a user) are added with `append_observation`. Trainers do not train on these tokens.
 
 A rollout may have several sequences: those of an agent and its sub-agents, or those before and after a compaction of
 the conversation. The rollout still counts once, with one reward.
@@ -60,14 +60,14 @@ class RolloutError(ReplayError):
 
 @dataclass(frozen=True)
 class Task:
-    """The task of one rollout. The generator makes it; the hook reads it."""
+    """The task of one rollout. The generator makes the task, and the hook reads it."""
 
     prompt_id: str
     """The id of the prompt, which is the same in every epoch."""
     prompt_ids: list[int]
     """(P,) tokens of the prompt. If the prompt is a list of messages, the tokenizer's chat template has rendered it."""
     row: Mapping[str, Any]
-    """The whole row of the prompt: the values by the names of their columns. Reward functions get the same row."""
+    """The whole row of the prompt, a value for each name of a column. Reward functions get the same row."""
     messages: tuple[Mapping[str, Any], ...] | None
     """The messages of the prompt; None: the prompt is a text."""
     index: int
@@ -91,8 +91,8 @@ class Turn:
     """Consecutive tokens of a sequence that the policy wrote together, or was given together."""
 
     role: str
-    """"assistant": the policy wrote the tokens. "prompt", "tool", "user" or any other role: the policy was given
-    them."""
+    """"assistant": the policy wrote the tokens. Any other role, such as "prompt", "tool" or "user": the tokens were
+    given to the policy."""
     tokens: int
     """The number of tokens."""
     text: str = ""
@@ -124,7 +124,7 @@ class RolloutSequence:
         self.append_observation(token_ids, role="prompt", text=text)
 
     def append_completion(self, completion: Completion) -> Turn:
-        """Adds a completion of the policy. Returns it as a turn, so that the hook can read its text."""
+        """Adds a completion of the policy. Returns the turn that it becomes, so that the hook can read its text."""
         length = len(completion.token_ids)
         if completion.extras:
             start = len(self.token_ids)
@@ -198,8 +198,8 @@ class Rollout:
     sequences: list[RolloutSequence]
     """At least one sequence. Each begins with tokens that the policy was given."""
     reward: float | None = None
-    """The reward that the environment gives. This reward is added to the reward of the reward functions. None: the
-    environment gives no reward."""
+    """The reward that the environment gives; None: it gives none. This reward is added to the reward of the reward
+    functions."""
     finish_reason: str = ""
     """The reason why the rollout ended; "": the reason of the last completion of the last sequence."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -211,15 +211,15 @@ class Rollout:
     functions."""
     on_settled: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
     """A function that is called once: with "" when the rollout is safe, or with the reason why no group will have the
-    rollout. None: nobody is told.
+    rollout. None: there is no such function.
 
-    If the generator stores partial groups, the rollout is safe once it is stored. Otherwise the rollout is safe once it
-    is played."""
+    If the generator stores partial groups, a rollout is safe once it is stored. Otherwise a rollout is safe once it is
+    played."""
 
     def settle(self, why_lost: str = "") -> None:
-        """Calls `on_settled` with `why_lost`; "": the rollout is safe. Further calls do nothing."""
+        """Calls `on_settled` with `why_lost`; "": the rollout is safe. Further calls of `settle` do nothing."""
         callback = self.on_settled
-        self.on_settled = None  # removed before the call, so that it is called at most once
+        self.on_settled = None  # removed before the call, so that the callback is called at most once
         if callback is not None:
             callback(why_lost)
 
@@ -243,10 +243,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class PlayedRollout:
-    """A finished rollout, and its sequences as they were when it was read.
+    """A finished rollout, and its sequences as they were when the rollout was read.
 
-    A rollout is read once: when its hook returns it, or when it is read from a table. Later changes of its sequences
-    have no effect.
+    A rollout is read once: when its hook returns it, or when it is read from a table. Later changes of the sequences
+    of `rollout` have no effect.
     """
 
     rollout: Rollout
@@ -266,16 +266,16 @@ on the clock of the event loop, and a description of the request."""
 class RolloutPolicy:
     """The policy, for the rollouts of one group.
 
-    Rollouts that ask for a completion of the same tokens at the same moment share one request to the engine. All
-    rollouts of a group do so in their first turn. The engine then computes the shared tokens only once.
+    Rollouts that ask for a completion of the same tokens at the same moment share one request to the engine. The engine
+    computes the tokens of the request only once. In their first turn, all rollouts of a group share a request.
     """
 
     def __init__(
         self, engine: Engine, sampling: SamplingConfig, unanswered: Unanswered, *, early: bool = False
     ) -> None:
-        """`sampling`: the sampling of requests that ask for no other. `early` True: a rollout goes on as soon as its
-        own completion has ended. Otherwise the rollout waits for all completions of its request. `unanswered`: the
-        policy adds its requests to this list while they are under way."""
+        """`sampling`: the sampling of a request for which the hook gives none. `unanswered`: the list in which the
+        policy keeps its requests while they are under way. `early` True: a rollout goes on as soon as its own
+        completion has ended. Otherwise the rollout waits for all completions of its request."""
         self._engine = engine
         self._sampling = sampling
         self._unanswered = unanswered
@@ -298,7 +298,7 @@ class RolloutPolicy:
         tokens before the request is sent only add their futures to `_waiting`.
 
         Raises RolloutError if the tokens leave no room for another token, or if the model lacks one of them. Raises
-        CompletionError if no policy can have drawn what the engine returned, and any other error of the engine.
+        CompletionError if no policy can have drawn what the engine returned. Raises any other error of the engine.
         """
         ids = tuple(_integers(token_ids))
         why = why_unfit(self._engine, ids)
@@ -309,25 +309,28 @@ class RolloutPolicy:
         reply: asyncio.Future[Completion] = loop.create_future()
         if request not in self._waiting:
             self._waiting[request] = []
-            # `call_soon` puts `_send` behind all rollouts that can run now, so that these may join the request.
+            # `call_soon` runs `_send` after all rollouts that can run now, so that these rollouts may join the request.
             loop.call_soon(self._send, request)
         self._waiting[request].append(reply)
         return await reply
 
     def _send(self, request: tuple[tuple[int, ...], SamplingConfig]) -> None:
-        """Sends a request to the engine, for all rollouts that wait for it. Rollouts that were given up meanwhile do
-        not count: their futures are cancelled, and thus done. `generate` has the event loop call this method."""
+        """Sends a request to the engine, for all rollouts that wait for it. The event loop calls this method, because
+        `generate` has scheduled it."""
+        # The future of a rollout that was given up while it waited is cancelled, and thus done.
         waiting = [reply for reply in self._waiting.pop(request) if not reply.done()]
-        if waiting:
-            token_ids, sampling = request
-            task = asyncio.create_task(self._ask(token_ids, sampling, waiting))
-            self._requests.add(task)  # until the task ends, so that `close` can cancel it
-            task.add_done_callback(self._requests.discard)
+        if not waiting:
+            return
+        token_ids, sampling = request
+        task = asyncio.create_task(self._ask(token_ids, sampling, waiting))
+        self._requests.add(task)  # until the task ends, so that `close` can cancel it
+        task.add_done_callback(self._requests.discard)
 
     async def _ask(
         self, token_ids: tuple[int, ...], sampling: SamplingConfig, waiting: list[asyncio.Future[Completion]]
     ) -> None:
-        """Requests a completion for each future of `waiting`. Sets each future to its completion, or to an error."""
+        """Asks the engine for a completion for each future of `waiting`. Sets each future to its completion or an
+        error."""
         is_first = self._sent == 0
         if sampling.seed is not None and not is_first:
             # With the same seed, two rollouts that reach the same tokens at different times would get the same
@@ -340,10 +343,10 @@ class RolloutPolicy:
         n = len(waiting)
 
         def finished(number: int, completion: Completion | None) -> None:
-            """Sets one future. With `early`, the engine calls this as soon as a completion has ended. Later, `_ask`
-            itself calls this for every completion."""
+            """Sets one future. With `early`, the engine calls this as soon as a completion has ended. When the engine
+            has returned, `_ask` itself calls this for every completion."""
             reply = waiting[number]
-            if reply.done():  # the rollout was given up meanwhile, or the engine has called `finished` for it already
+            if reply.done():  # the rollout was given up, or the engine has called `finished` for it already
                 return
             fault = fault_of(completion, sampling, vocabulary)
             if fault:
@@ -359,7 +362,7 @@ class RolloutPolicy:
             else:
                 completions = await self._engine.generate(list(token_ids), sampling, n)
             for number in range(n):
-                completion = None  # an engine may return too few: `finished` then sets an error
+                completion = None  # if the engine returned too few completions, `finished` sets an error
                 if number < len(completions):
                     completion = completions[number]
                 finished(number, completion)
@@ -374,7 +377,7 @@ class RolloutPolicy:
             self._unanswered.remove(entry)
 
     async def close(self) -> None:
-        """Cancels the requests that are still under way: no rollout waits for them any more."""
+        """Cancels the requests that are still under way. Called when no rollout waits for them any more."""
         for task in list(self._requests):
             task.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
@@ -401,8 +404,8 @@ _limit: ContextVar[asyncio.Timeout | None] = ContextVar("_limit", default=None)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Surrounds the time in which a hook waits because nobody plays the rollout yet. `rollout_timeout` does not count
-    this time."""
+    """Stops the clock of `rollout_timeout` inside the block. A hook waits in this block while nobody plays the rollout
+    yet."""
     limit = _limit.get()  # set by `_attempt`
     if limit is None:  # the hook is called without `play`, so nobody limits its time
         yield
@@ -439,15 +442,16 @@ async def play(
     early: bool = False,
     patience: Callable[[], float | None] = lambda: None,
 ) -> list[Exception]:
-    """Plays one rollout for each of `tasks`, all at the same time. `timeout`: seconds for each rollout.
+    """Plays one rollout for each of `tasks`, all at the same time.
 
-    As soon as a rollout is finished, `finished` is called with the number of the rollout and the rollout, and awaited.
-    `patience` is called before each wait for rollouts. It returns the seconds within which the next rollout must be
-    finished; if none is finished in time, all remaining rollouts are given up. None: there is no limit. `early`,
-    `unanswered`: see RolloutPolicy.
+    `timeout`: the most seconds of each rollout; None: there is no limit. `finished` is awaited for each rollout as soon
+    as it is finished, with the number of the rollout and the rollout. `early`, `unanswered`: see RolloutPolicy.
 
-    Returns the errors of the rollouts that failed, but none for a rollout that was given up. Raises any error of
-    `finished`, and any error of the engine except CompletionError, which fails only its own rollout.
+    `patience` is called before each wait for the next rollout. It returns the most seconds of this wait; None: there is
+    no limit. If no rollout is finished in this time, all remaining rollouts are given up.
+
+    Returns the errors of the rollouts that failed, but no errors for rollouts that were given up. Raises any error of
+    `finished`. Raises any error of the engine except CompletionError, which fails only its own rollout.
     """
     policy = RolloutPolicy(engine, tasks[0].sampling, unanswered, early=early)  # all tasks have the same sampling
 
@@ -471,7 +475,8 @@ async def play(
     finally:
         for attempt in running:
             attempt.cancel()
-        await asyncio.gather(*attempts, return_exceptions=True)  # waits only: `result` has raised the error, if any
+        # This only waits for the end of all attempts. If one had an error, `result` has raised it above.
+        await asyncio.gather(*attempts, return_exceptions=True)
         await policy.close()
     failures = []
     for attempt in attempts:
@@ -486,8 +491,10 @@ async def play(
 async def _attempt(
     hook: RolloutHook, task: Task, policy: RolloutPolicy, engine: Engine, timeout: float | None
 ) -> PlayedRollout | Exception:
-    """The rollout that `hook` plays, or the error with which the hook failed. Raises the error of an engine that
-    failed. `timeout`: the most seconds of the rollout; None: there is no limit."""
+    """Plays one rollout with `hook`. Returns the rollout, or the error with which the hook failed.
+
+    `timeout`: the most seconds of the rollout; None: there is no limit. If the engine failed, raises its error.
+    """
     returned: Any = None
     try:
         async with asyncio.timeout(timeout) as limit:
@@ -501,10 +508,11 @@ async def _attempt(
     except Exception as error:
         if isinstance(returned, Rollout):  # the hook has returned a rollout, and `read` has refused it
             returned.settle(f"no group can have the rollout: {error}")
-        if policy.failure is not None:  # then the error of the hook is only a consequence
+        if policy.failure is not None:  # the engine has failed, so the error of the hook is only a consequence
             raise policy.failure from None
         if isinstance(error, TimeoutError) and limit.expired():
-            # The cause is the CancelledError that ended the hook. Some hooks add a note that says what they waited for.
+            # `__cause__` is the CancelledError that ended the hook. Some hooks add a note to it, which says what they
+            # waited for.
             notes = getattr(error.__cause__, "__notes__", ["does its engine hang?"])
             return RolloutError(f"it took longer than {timeout:g} s (rollout_timeout): {notes[0]}")
         return error
@@ -531,8 +539,11 @@ def read(returned: Any, engine: Engine) -> PlayedRollout:
 
 
 def checked(rollout: Any) -> Rollout:
-    """The same rollout, after its reward and its metrics were replaced by floats. Raises RolloutError if the hook
-    returned anything else, or a rollout of which no group can be made. `read` checks the tokens of the sequences."""
+    """Checks a rollout, and replaces its reward and its metrics by floats. Returns the same rollout.
+
+    Raises RolloutError if `rollout` is no Rollout, or if no group can be made of it. Only `read` checks the tokens of
+    the sequences.
+    """
     if not isinstance(rollout, Rollout):
         returned = user_code.shown(rollout, 80)
         raise RolloutError(f"the hook returned {returned}, not a Rollout: return Rollout([sequence])")
@@ -542,7 +553,8 @@ def checked(rollout: Any) -> Rollout:
         if not isinstance(sequence, RolloutSequence):
             returned = user_code.shown(sequence, 80)
             raise RolloutError(f"the hook returned a rollout of {returned}, which is no RolloutSequence")
-    if len({id(sequence) for sequence in rollout.sequences}) < len(rollout.sequences):
+    distinct_ids = {id(sequence) for sequence in rollout.sequences}
+    if len(distinct_ids) < len(rollout.sequences):
         raise RolloutError("the hook returned one sequence twice: make a RolloutSequence for each")
     if not isinstance(rollout.info, Mapping):
         raise RolloutError(f"info must be a dictionary, not {user_code.shown(rollout.info, 80)}")
@@ -554,7 +566,7 @@ def checked(rollout: Any) -> Rollout:
         rollout.reward, rollout.metrics = numbers_of(rollout.reward, rollout.metrics)
         for turn in rollout.turns:
             check_name(turn.role, "the role of a turn")
-        # A rollout without a reason has the reason of its last sequence.
+        # A rollout that gives no reason has the reason of its last sequence, so both are checked.
         for reason in (rollout.finish_reason, rollout.sequences[-1].finish_reason):
             # Only None and "" mean that there is no reason. Other false values, such as 0, are errors of the hook.
             is_absent = reason is None or (isinstance(reason, str) and not reason)
@@ -566,7 +578,7 @@ def checked(rollout: Any) -> Rollout:
 
 
 def why_unreadable(engine: Engine, rollout: Rollout) -> str:
-    """The token of a rollout that the model of the engine does not have, with the remedy; "": the model has all tokens.
+    """A token of the rollout that the model of the engine does not have, with the remedy; "": the model has all tokens.
 
     `generate` has checked only the tokens of its requests. The last tokens of a rollout were in no request, but the
     trainer reads them.

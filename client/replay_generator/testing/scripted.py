@@ -44,9 +44,9 @@ class ScriptedEngine:
 
         engine = ScriptedEngine(completions=[make_completion("7"), make_completion("8")])
 
-    The n completions of a request are the first n of `completions`; if there are fewer, they are repeated from the
-    first. They do not depend on the prompt, the seed or `max_tokens`. All their tokens have the version of the weights
-    that were loaded when the request began.
+    The n completions of a request are the first n of `completions`. If there are fewer than n, they are repeated from
+    the first one on. A request gets the same completions whatever its prompt, its seed and its `max_tokens` are. All
+    their tokens have the version of the weights that were loaded when the request began.
     """
 
     tokenizer: Any = field(default_factory=Letters)
@@ -54,7 +54,7 @@ class ScriptedEngine:
     max_length: int = 64
     """The most tokens of a prompt with one completion."""
     vocabulary: int | None = None
-    """The number of tokens of the model; None: unknown, so token ids are not checked against it."""
+    """The number of tokens of the model. None: unknown, so no token id counts as too large."""
     model: str | None = None
     """The folder of the first weights; None: the engine has no such folder."""
     completions: Sequence[Completion] = (
@@ -67,7 +67,7 @@ class ScriptedEngine:
     hold: asyncio.Event | None = None
     """Requests do not end before this event is set. None: they end at once."""
     probe_scores: list[float] = field(default_factory=list)
-    """The result of `score`, for all tokens the same."""
+    """The numbers that `score` returns, whatever tokens it gets."""
     prompts: list[list[int]] = field(default_factory=list)
     """The prompt of each request, as tokens."""
     seeds: list[int | None] = field(default_factory=list)
@@ -88,7 +88,10 @@ class ScriptedEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingConfig, n: int, finished: OnFinished | None = None
     ) -> list[Completion]:
-        """The first n completions of the script. `finished` is never called: engines may leave that out."""
+        """Records the request, and returns the first n completions of the script, which begins anew after its last one.
+
+        An engine need not call `finished`, and this engine never calls it.
+        """
         version = self.version
         self.prompts.append([*prompt_ids])
         self.seeds.append(sampling.seed)
@@ -100,17 +103,18 @@ class ScriptedEngine:
                 await self.hold.wait()
         finally:
             self.generating -= 1
-        # Begins again with the first completion of the script after the last one.
-        drawn = [self.completions[index % len(self.completions)] for index in range(n)]
+        drawn = []
+        for index in range(n):
+            drawn.append(self.completions[index % len(self.completions)])
         return [replace(completion, policy_versions=[version] * len(completion.token_ids)) for completion in drawn]
 
     def release(self) -> None:
-        """Sets `hold`: the requests that wait for it end, and later requests do not wait."""
+        """Sets the event `hold`, so that the requests that wait for it end, and later requests do not wait."""
         assert self.hold is not None
         self.hold.set()
 
     async def load_weights(self, path: str, version: int) -> None:
-        """Notes the folder and the version, and reads no file. Raises FileNotFoundError if there is no such folder."""
+        """Records the folder and the version. Reads no file. Raises FileNotFoundError if there is no such folder."""
         if not Path(path).is_dir():
             raise FileNotFoundError(f"no *.safetensors in {path}")
         self.generating_at_load.append(self.generating)
@@ -123,7 +127,7 @@ class ScriptedEngine:
         return self.probe_scores
 
     async def close(self) -> None:
-        """Counts the calls in `closed`."""
+        """Counts this call in `closed`."""
         self.closed += 1
 
 

@@ -1,11 +1,12 @@
-"""PermitTables: the tables whose items hold permits: partial groups, and groups without rewards.
+"""PermitTables: the tables whose items hold permits. Such an item is a partial group, or a group without rewards.
 
 The setting `permit_tables` of [admission] names these tables. An item that is inserted into one of them with a permit
 is marked. A marked item holds its permit until its reader acknowledges the item, or until the item leaves in any other
-way. The reader usually acknowledges the item by inserting the finished group, which closes the batch of the item. If
-the insert that closes a marked item is into one of these tables, too, the new item is marked in its place. In this way
-a group keeps its permit from stage to stage. The mark is a part of the item's record on disk, so it outlives a restart
-and a rollback as the item does.
+way. The reader usually acknowledges the item by an insert that closes the item's batch. If this insert puts the
+finished group into the admitted table, the group is accepted (`admission.py`). If the insert puts a group into one of
+the permit tables, the new item is marked in the place of the old item. In this way a group keeps its permit from stage
+to stage. The mark is a part of the item's record on disk, so the mark outlives a restart and a rollback if the item
+does.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class PermitTables(Extension):
     mark = 2
 
     def __init__(self, tables: Collection[str]) -> None:
-        """`tables`: the names of the tables of partial groups."""
+        """`tables`: the names of the permit tables."""
         self.tables = set(tables)
         self.marked = set()
-        """The keys of the items that hold permits, also while a batch of them is outstanding."""
+        """The keys of the items that hold permits. An item whose batch is outstanding holds its permit, too."""
 
     def concerns(self, table: TableConfig) -> bool:
         return table.name in self.tables
@@ -38,9 +39,9 @@ class PermitTables(Extension):
         """Refuses an item with a permit that enters one of these tables and another table at the same time."""
         if not insert.permits:
             return None
-        if len(insert.priorities) == 1:
+        if len(insert.priorities) == 1:  # the item enters one table only
             return None
-        if self.tables.isdisjoint(insert.priorities):
+        if self.tables.isdisjoint(insert.priorities):  # no permit table is among the tables that the item enters
             return None
         return invalid(
             f"item {insert.keys[0]} comes with a permit into {', '.join(insert.priorities)}: a partial "
@@ -49,7 +50,7 @@ class PermitTables(Extension):
 
     def on_insert(self, insert: InsertBatch) -> Iterable[Table]:
         """Marks items that enter these tables with a permit, or in the place of a marked item."""
-        if not self.tables.issuperset(insert.priorities):  # a finished group enters the table of `Admission`
+        if not self.tables.issuperset(insert.priorities):  # for example a finished group, for the admitted table
             return ()
         if insert.permits or closes(insert, self.marked, self.kernel):
             self.marked.update(insert.keys)
@@ -63,16 +64,18 @@ class PermitTables(Extension):
         self.marked.difference_update(keys)
 
     def load_marked(self, keys: Sequence[int]) -> None:
-        """Marks the items, among these, that are in a permit table."""
+        """Marks those items of `keys` that are in a permit table.
+
+        If the configuration has changed, the others may be in tables that are no permit tables any more.
+        """
         loaded = np.array(keys, dtype=np.uint64)
-        # If the configuration has changed, some of the items may be in tables that are no permit tables any more.
-        for table in self.tables:
-            there = self.kernel.tables[table].columns.find(loaded) >= 0
-            self.marked.update(loaded[there].tolist())
+        for name in self.tables:
+            is_there = self.kernel.tables[name].columns.find(loaded) >= 0
+            self.marked.update(loaded[is_there].tolist())
 
 
 def closes(insert: InsertBatch, marked: Collection[int], kernel: Kernel) -> bool:
-    """True if an insert closes a batch that has one of the `marked` keys. Then it takes the place of that item."""
+    """True if `insert` closes a batch with an item in `marked`. Then the new item takes the place of that item."""
     for batch_id in insert.closes:
         _, batch = kernel.batches[batch_id]  # the insert rules have checked that the batch is outstanding
         if any(key in marked for key in batch.keys.tolist()):

@@ -7,7 +7,7 @@
 An episode of `verifiers` has a trace for each agent. A trace is a tree of messages, each with the tokens that it added.
 Every path from the root to a leaf is a branch: the conversation of some request to the policy. Each branch of an agent
 that is trained becomes a sequence. The sequences are made of the exchanges of the session (sessions/exchanges.py). The
-exchanges of a branch are those with the same tokens.
+last exchange of a branch is the one whose tokens, with those of all exchanges before it, are the tokens of the branch.
 
 The client of `verifiers`, TrainClient, sends requests of vLLM's `/inference/v1/generate`: a request has token ids, and
 an answer has token ids and log-probabilities. An answer has no field for policy versions and extras. Therefore the
@@ -55,7 +55,7 @@ _TEMPLATE_RENDERER = "replay_generator.rollouts.environments.template_renderer.T
 """The path by which `renderers` imports TemplateRenderer."""
 _PATH = "/inference/v1/generate"
 """The path at which `verifiers` asks for completions. This path is vLLM's."""
-_TRACE = "X-Session-ID"
+_TRACE_HEADER = "X-Session-ID"
 """The header in which `verifiers` names the trace that a request belongs to."""
 
 
@@ -71,16 +71,17 @@ class EpisodeSession(Session):
             most_bytes=config.max_session_bytes,
         )
         self.trace_ids: set[str] = set()
-        """The ids of the traces for which a completion was requested, from the header _TRACE of the requests."""
+        """The ids of the traces for which a completion was requested, from _TRACE_HEADER of the requests."""
 
 
 class VerifiersEnvironment(SessionServer):
     """A rollout hook that plays an episode for each rollout. Its `prompts` are the tasks of the environment."""
 
     def __init__(self, name: str, args: Mapping[str, Any] | None = None, config: GeneratorConfig | None = None) -> None:
-        """`name`: the name by which `verifiers` finds the taskset. `args`: the fields of the EnvConfig of `verifiers`,
-        and perhaps `renderer`, an object with the fields of a RendererConfig. `config`: the settings of the generator,
-        which bound each rollout; None: the defaults. Raises ValueError if the environment cannot be loaded."""
+        """`name`: the name by which `verifiers` finds the taskset. `args`: the fields of the EnvConfig of `verifiers`.
+        One more field is allowed: `renderer`, an object with the fields of a RendererConfig. `config`: the settings of
+        the generator, which limit the turns and bytes of a rollout; None: the defaults. Raises ValueError if the
+        environment cannot be loaded."""
         # A refusal at _PATH has the form of Chat's errors, which TrainClient reads.
         super().__init__(posted=((_PATH, Chat(), _generate),))
         self._config = config or GeneratorConfig()
@@ -94,7 +95,7 @@ class VerifiersEnvironment(SessionServer):
                 raise ValueError(f"taskset must be an object, not {taskset!r}")
             if not isinstance(self._renderer, Mapping):
                 raise ValueError(f"renderer must be an object, not {self._renderer!r}")
-            # Made only for its checks: it raises a ValueError for fields that cannot be used.
+            # This object is made only for its checks: it raises a ValueError for fields that cannot be used.
             vf.TrainClientConfig(renderer=self._renderer_of(""))
             env_fields["taskset"] = {**taskset, "id": name}
             self._env: Any = load_environment(resolve_env_config(env_fields))
@@ -126,15 +127,17 @@ class VerifiersEnvironment(SessionServer):
         return cycle_prompts(prompts, seed=seed)
 
     async def __aenter__(self) -> VerifiersEnvironment:
-        """Starts the HTTP server, and the resources of the environment."""
+        """Starts the HTTP server and the resources of the environment."""
         # `renderers` 0.1 has one lock for the whole process, and the first event loop that waits for the lock owns it.
         # Without a new lock, a second run in the same process, with another event loop, would fail.
         renderers.client._max_prompt_len_lock = asyncio.Lock()
         async with AsyncExitStack() as held:  # ends the server if the environment cannot be entered
             await super().__aenter__()
-            held.push_async_exit(super().__aexit__)  # the first exit that is pushed is called last
+            # The stack calls the first exit last, so the server ends after the environment.
+            held.push_async_exit(super().__aexit__)
             await held.enter_async_context(self._env.serving())
-            self._held = held.pop_all()  # all went well: the exits move, and the end of this block ends nothing
+            # Both have started. `pop_all` moves their exits to `_held`, so the end of this block ends nothing.
+            self._held = held.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -146,7 +149,7 @@ class VerifiersEnvironment(SessionServer):
         async with self.playing(session) as address:
             (slot,) = self._env.slots(task.row["task"])  # a slot is the plan of one episode
             episode = await self._env.run_slot(slot, self._context(task, f"{address}/v1"))
-            if not self._env.complete(episode):  # the environment decides whether the episode failed
+            if not self._env.complete(episode):  # the environment says that the episode failed
                 raise RolloutError(_why(episode))
         return _rollout(episode, session)
 
@@ -156,17 +159,18 @@ class VerifiersEnvironment(SessionServer):
         model = task.tokenizer.name_or_path
         client = vf.TrainClientConfig(
             base_url=base_url,
-            # A variable that is not set. The default names a key of the user, which has no business here.
+            # The client reads its API key from this variable, which is not set. The default variable may have a key of
+            # the user, which must not be sent here.
             api_key_var="REPLAY_NO_KEY",
             renderer=self._renderer_of(model),
             renderer_model_name=model,
         )
         template_kwargs = dict(task.chat_template_kwargs)
         if self._asks_for_date(task.tokenizer, model):
-            # The day without the time: `verifiers` caches a renderer for each set of arguments, so a time would add a
-            # renderer for each rollout.
+            # The argument has no time of day: `verifiers` caches a renderer for each set of arguments, so with a time
+            # each rollout would add a renderer.
             template_kwargs[DAY] = task.began.date().isoformat()
-        # For settings that are not sent, such as top_k, the session takes the values of the generator.
+        # For settings that are not in a request, such as top_k, the session takes the values of the generator.
         sampling: dict[str, Any] = {
             "temperature": task.sampling.temperature,
             "top_p": task.sampling.top_p,
@@ -185,13 +189,13 @@ class VerifiersEnvironment(SessionServer):
         return "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
 
     def _renderer_of(self, model: str) -> dict[str, Any] | None:
-        """The fields of the RendererConfig for a model. None: `renderers` knows the model by its name, and chooses a
-        renderer itself. `model` "": the model is not known yet."""
+        """The fields of the RendererConfig for a model. None: `renderers` knows the model by its name, and itself
+        chooses a renderer. `model` "": the model is not known yet."""
         if self._renderer.get("name"):  # the user has chosen a renderer
             return dict(self._renderer)
         if model in MODEL_RENDERER_MAP and not self._renderer:
             return None
-        # TemplateRenderer, with the fields that the user gave.
+        # The fields of the user come last, so they replace the others.
         return {"name": "custom", "import_path": _TEMPLATE_RENDERER, **self._renderer}
 
 
@@ -199,17 +203,18 @@ async def _generate(dialect: Dialect, session: Session, request: web.Request, ra
     """Answers a request of vLLM's `/inference/v1/generate`. `raw`: its body."""
     assert isinstance(session, EpisodeSession)
     size = len(raw)
-    # `parsed` checks the body, and then calls `_ask_of` with it.
-    parse = partial(parsed, _PATH, raw, session.task.max_length, partial(_ask_of, size))
+    # `parsed` checks the body, and passes it to `_ask_of`. `worked` does this in a thread if the body is large.
+    read_ask = partial(_ask_of, size)
+    parse = partial(parsed, _PATH, raw, session.task.max_length, read_ask)
     ask = await worked(size, parse)
-    session.trace_ids.add(request.headers.get(_TRACE, ""))
+    session.trace_ids.add(request.headers.get(_TRACE_HEADER, ""))
     completion = await session.draw(ask)
     return web.json_response(_answer(completion))
 
 
 def _ask_of(size: int, body: dict[str, Any]) -> Ask:
-    """The request with this body, as an Ask. `size`: the bytes of the body. Raises Refusal for a body with images, or
-    with token ids that are no numbers."""
+    """The request with this body, as an Ask. `size`: the number of bytes of the body. Raises Refusal for a body with
+    images, or with token ids that are no whole numbers."""
     if body.get("features") or body.get("content_parts"):
         raise Refusal("the generator takes text only, no images", field="features")
     token_ids = body["token_ids"]
@@ -258,8 +263,9 @@ def _rollout(episode: Any, session: EpisodeSession) -> Rollout:
     ends: list[Exchange] = []  # the last exchange of each branch
     for trace in traces:
         for tokens in _branches(trace):
-            # `besides`: branches with equal tokens get different exchanges.
-            ends.append(session.exchanges.that_drew(tokens, besides=ends))
+            # `besides` gives branches with equal tokens different exchanges.
+            end = session.exchanges.that_drew(tokens, besides=ends)
+            ends.append(end)
     sequences = session.exchanges.sequences(session.task.sampling, ends)
     if not sequences:
         raise RolloutError("no agent of the environment that is trained asked the policy for anything")
@@ -292,8 +298,8 @@ def _reward_of(traces: Sequence[Any]) -> float | None:
 
 
 def _metrics_of(traces: Sequence[Any], session: EpisodeSession) -> dict[str, float]:
-    """The metrics of an episode, by name: the parts of the reward and the metrics of `verifiers`, each as its mean over
-    the traces that have it, and the number of refused requests."""
+    """The metrics of an episode, by name. They are the parts of the reward, the metrics of `verifiers`, and the number
+    of refused requests. The value of a part or metric is its mean over the traces that have it."""
     values: dict[str, list[float]] = {"refusals": [float(session.refusals)]}
     for trace in traces:
         trace_values = {}
@@ -342,16 +348,16 @@ def _why(episode: Any) -> str:
             errors += trace.errors
     if not errors:
         return "the environment says that the episode is not complete, and gives no reason"
-    # The last error ended the episode: an episode may have survived earlier errors.
+    # Show the last error, because it ended the episode. If there were earlier errors, the episode went on after them.
     return f"the episode failed with {errors[-1].type}: {_in_one_line(errors[-1].message):.500}"
 
 
 def _missing(error: ModuleNotFoundError) -> str:
     """The reason why an environment cannot be imported: its own module is missing, or a module that it imports.
 
-    `error`: the error of `verifiers`, caused by Python's error. The message of `verifiers` names only the module of the
-    environment.
+    `error`: the error of `verifiers`, caused by Python's error.
     """
+    # The message of `verifiers` names only the module of the environment. The missing module may be another one.
     cause = error.__cause__
     if isinstance(cause, ModuleNotFoundError) and f"import {cause.name!r}" not in str(error):
         return f"it needs the module {cause.name!r}, which is not installed"

@@ -12,9 +12,9 @@ def load_sessions(
     """The rollout hook of an agent, or of agents elsewhere that ask an address for rollouts.
 
     `agent`: a command, or package.module:function; None: agents elsewhere play the rollouts. `sessions`: the address at
-    which agents elsewhere ask for rollouts, as host:port; not used if there is an `agent`. `needs_reward`: True if no
-    reward function scores the rollouts, so that the agent must give a reward. Raises ValueError or OSError for an agent
-    or an address that cannot be used.
+    which agents elsewhere ask for rollouts, as host:port. It is not used if `agent` is given. `needs_reward`: True if
+    no reward function scores the rollouts, so that the agent must give a reward. Raises ValueError or OSError for an
+    agent or an address that cannot be used.
     """
     from replay_generator.rollouts.sessions.agents import SessionHook, load_agent
     from replay_generator.rollouts.sessions.remote import RemoteHook

@@ -1,4 +1,4 @@
-"""SessionHook: plays rollouts with agents that need no change. An agent asks an address for turns and returns a reward.
+"""SessionHook: plays rollouts with agents as they are. An agent asks an address for turns, and returns a reward.
 
     task ──▶ Session ──its address──▶ the agent: a function, a command, or a program elsewhere (remote.py)
                                                   │
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 MOST_SHOWN = 2000
 """The most characters of the end of a command's output that the failure of its rollout shows."""
 GRACE = 10.0
-"""Seconds in which the supervisor of a command must end all its processes. After that the generator kills them: for
-example, the command may have stopped its supervisor (SIGSTOP)."""
-_KEPT = 1 << 16
+"""Seconds in which the supervisor of a command must end all processes of the command. If it does not, for example
+because the command has stopped it (SIGSTOP), the generator kills all these processes."""
+_KEPT_BYTES = 1 << 16
 """The number of bytes at the end of a command's stdout that are stored. The same number is stored of its stderr."""
 
 
@@ -83,7 +83,7 @@ class Address:
 
 @settings()
 class Result:
-    """The result of an agent. Raises ValueError for values of other types."""
+    """The result of an agent. Raises ValueError for values of wrong types."""
 
     reward: _Number | None = None
     """The reward that the agent gives its rollout; None: only reward functions decide."""
@@ -94,17 +94,17 @@ class Result:
 
 
 def result_of(end: Any, *, needs_reward: bool) -> Result:
-    """The result of an agent. `end`: an object with the fields of Result, or only the reward.
+    """The result of an agent. `end`: what the agent returned, a mapping with the fields of Result, or only the reward.
 
-    Raises ValueError if `end` is no result, or if it lacks the reward that `needs_reward` asks for.
+    Raises ValueError if `end` is no result, or if `needs_reward` is True and `end` has no reward.
     """
     fields: Mapping[str, Any] = {"reward": end}
     if isinstance(end, Mapping):
         fields = end
-    # Keys and values may be objects of the user's own classes, so their conversion counts as code of the user. Raises
-    # ValueError for values of wrong types.
+    # Keys and values may be objects of the user's own classes, so their conversion counts as code of the user. Result
+    # raises ValueError for values of wrong types.
     result: Result = user_code.call_here(Result, **fields)
-    # Only for its checks: raises ValueError for a reward that is too large, and for too many metrics.
+    # Called only for its checks: it raises ValueError for a reward that is too large, and for too many metrics.
     numbers_of(result.reward, result.metrics)
     if result.reward is None and needs_reward:
         raise ValueError('the agent gave no {"reward": NUMBER}, and no --reward names a function that gives one')
@@ -127,8 +127,8 @@ class SessionHook(SessionServer):
     """The rollout hook of an agent. Each rollout is a session of this server, and the agent plays the session."""
 
     plays_agents = True
-    """True: by default the generator skips groups that fail, because some rollouts of agents always fail
-    (`on_prompt_error`)."""
+    """True: by default the generator skips groups that fail (`on_prompt_error`), because among many rollouts of agents
+    a few always fail."""
 
     def __init__(self, agent: Agent, config: GeneratorConfig, *, needs_reward: bool, **address: Any) -> None:
         """`needs_reward`: True if the agent must give a reward, because no reward function scores its rollouts.
@@ -141,7 +141,7 @@ class SessionHook(SessionServer):
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
         """Plays one rollout. Raises RolloutError if the agent gives no usable result, or if there is nothing to train
-        on, and any error of the agent."""
+        on. Also raises any error of the agent."""
         config = self._config
         session = Session(
             task,
@@ -157,8 +157,8 @@ class SessionHook(SessionServer):
                 playing = user_code.call_here(self._agent, task, Address(url, session.id))
                 end = await user_code.awaited(self._agent, playing)
             except asyncio.CancelledError as error:
-                # If the rollout takes too long, rollout.py shows the first note of the error. The agent may have added
-                # a note before this one.
+                # If the rollout takes too long, rollout.py shows the first note of the error. So it shows this note,
+                # unless the agent itself has added one.
                 error.add_note("its agent has not ended")
                 raise
             try:
@@ -169,7 +169,7 @@ class SessionHook(SessionServer):
 
 
 def load_agent(name: str) -> Agent:
-    """The agent with this name: the function "package.module:function", or a command if the name has no such form.
+    """The agent with this name: a function if the name has the form "package.module:function", otherwise a command.
 
     Raises ValueError for a function that does not exist or is not async, and for a command that does not exist.
     """
@@ -193,7 +193,7 @@ class Command:
     """
 
     def __init__(self, command: str) -> None:
-        """`command` is split as a shell does it. Raises ValueError if there is no such command."""
+        """`command` is split into words as a shell does it. Raises ValueError if there is no such command."""
         self._words = shlex.split(command)
         if not self._words or shutil.which(self._words[0]) is None:
             raise ValueError(f"agent {command!r}: there is no such command")
@@ -207,12 +207,14 @@ class Command:
         stderr = bytearray()
         words = supervisor.supervised(self._words)  # a program that runs the command, and later ends all its processes
         variables = _variables(address, os.environ)
-        with TemporaryFile() as row:  # a file needs nobody who writes into it while the process reads
+        # The stdin of the process is a file, because nobody has to write into a file while the process reads it.
+        with TemporaryFile() as row_file:
             line = json.dumps(dict(task.row), default=str)
-            row.write(line.encode() + b"\n")
-            row.seek(0)
-            # Popen, and not asyncio: uvloop would fork, which is slow in a process with much memory and disturbs gRPC.
-            process = Popen(words, stdin=row, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True)
+            row_file.write(line.encode() + b"\n")
+            row_file.seek(0)
+            # asyncio is not used to start the process: with uvloop it would fork, which is slow in a process with much
+            # memory, and disturbs gRPC.
+            process = Popen(words, stdin=row_file, stdout=PIPE, stderr=PIPE, env=variables, start_new_session=True)
         try:
             # The supervisor holds both pipes open, so they end only when the supervisor has ended.
             await asyncio.gather(_keep_end(process.stdout, stdout), _keep_end(process.stderr, stderr))
@@ -221,22 +223,23 @@ class Command:
             error.add_note(f"the agent's output ends with: {_shown(stdout, stderr)}")
             raise
         finally:
-            # After a normal end, `_end` only returns the exit code. It runs in a thread because it may have to wait.
-            code = await in_daemon_thread(partial(_end, process))
-        if code:  # after a cancellation, the error above is raised instead
-            raise RolloutError(f"the agent ended with exit code {code}, its output with: {_shown(stdout, stderr)}")
+            # If the process has ended, `_end` only returns the exit code. It runs in a thread because it may have to
+            # wait for the end.
+            exit_code = await in_daemon_thread(partial(_end, process))
+        if exit_code:  # not reached after a cancellation, whose error is raised above
+            raise RolloutError(f"the agent ended with exit code {exit_code}, its output with: {_shown(stdout, stderr)}")
         result = _last_object(bytes(stdout))
         result["info"] = {"output": _shown(stdout, stderr)}
         return result
 
 
-_ELSEWHERE = re.compile(
+_PROVIDER_VARIABLES = re.compile(
     r"(OPENAI|ANTHROPIC|CLAUDE|CODEX)\w*_(URL|URI|BASE|HOST|ENDPOINT|PROXY|KEY|TOKEN|HEADERS|TYPE|VERSION|REGION"
     r"|ORG|ORG_ID|ORGANIZATION|PROJECT|PROJECT_ID)(_PATH|_FILE)?|AZURE_(OPENAI|API)_\w+|CLAUDE_CODE_USE_\w+"
     r"|AWS_BEARER_TOKEN_BEDROCK"
 )
-"""Environment variables that would send a client to a provider, at a cost, instead of to the address of its rollout."""
-_OURS = re.compile(r"REPLAY_\w+|(HF|HUGGING_?FACE)_\w*TOKEN(_PATH)?")
+"""Environment variables that would make a client ask a provider, at a cost, instead of the address of its rollout."""
+_GENERATOR_VARIABLES = re.compile(r"REPLAY_\w+|(HF|HUGGING_?FACE)_\w*TOKEN(_PATH)?")
 """Environment variables of the generator that no agent may see: its settings, and its token for the hub."""
 
 
@@ -247,7 +250,8 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
     """
     variables = {}
     for name, value in own.items():
-        if _ELSEWHERE.fullmatch(name) is None and _OURS.fullmatch(name) is None:
+        is_hidden = _PROVIDER_VARIABLES.fullmatch(name) or _GENERATOR_VARIABLES.fullmatch(name)
+        if not is_hidden:
             variables[name] = value
     for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE"):
         variables[name] = address.openai["base_url"]
@@ -255,8 +259,8 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
         variables[name] = address.anthropic["base_url"]
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "CODEX_API_KEY"):
         variables[name] = address.key
-    # The agent must not ask this process through a proxy, which could not reach it. Some clients read `no_proxy`,
-    # others read `NO_PROXY`, so both get the hosts of both.
+    # The agent must not ask this process through a proxy, because a proxy could not reach this process. Some clients
+    # read `no_proxy`, and others read `NO_PROXY`. So both variables get the hosts of both.
     direct_hosts = []
     for name in ("no_proxy", "NO_PROXY"):
         for host in own.get(name, "").split(","):
@@ -272,7 +276,7 @@ def _variables(address: Address, own: Mapping[str, str]) -> dict[str, str]:
 def _end(process: Popen[bytes]) -> int:
     """Ends a supervisor and all processes that it supervises. Returns the supervisor's exit code.
 
-    `process`: the supervisor. If the agent has ended before, the exit code is that of the agent.
+    `process`: the supervisor. If the agent has ended by itself, the exit code is that of the agent.
     """
     process.terminate()  # this does nothing if the supervisor has ended already
     try:
@@ -286,15 +290,15 @@ def _end(process: Popen[bytes]) -> int:
 
 
 async def _keep_end(pipe: Any, end: bytearray) -> None:
-    """Reads a pipe to its end, and puts the last _KEPT bytes into `end`. `end` always has the last bytes so far."""
+    """Reads a pipe to its end. While it reads, `end` always has the last _KEPT_BYTES bytes that were read so far."""
     stream = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(stream)
     # From now on, the event loop passes the bytes of the pipe through `protocol` to `stream`.
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
     try:
-        while piece := await stream.read(_KEPT):
+        while piece := await stream.read(_KEPT_BYTES):
             end += piece
-            del end[:-_KEPT]
+            del end[:-_KEPT_BYTES]
     finally:
         transport.close()
 
@@ -310,8 +314,8 @@ def _shown(*ends: bytearray) -> str:
 
 
 def _last_object(stdout: bytes) -> dict[str, Any]:
-    """The JSON object in the last line of a command's output, if the object has a reward or metrics; otherwise an empty
-    dictionary. The command may end with a line that is no result."""
+    """The JSON object in the last line of a command's output, if the object has a reward or metrics. Otherwise an empty
+    dictionary, because a command may end with a line that is no result."""
     last_line = stdout.rstrip().rpartition(b"\n")[2]
     try:
         value = json.loads(last_line)
