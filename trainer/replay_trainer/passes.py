@@ -1,11 +1,12 @@
 """Passes: forward and backward passes over a batch, micro-batch by micro-batch, on all ranks together.
 
-* If groups make a pass fail, every rank leaves the pass with a StepFailure. No weight has changed then.
-* Two micro-batches may hold different sequences of one rollout. For most losses, the loss of a token depends on no
-  other token of its rollout, or only on the number of tokens. But some losses need the ratios of the other tokens:
-  gspo, a loss of the user unless it declares reads_whole_rollouts=False, and any loss with a correction of whole
-  rollouts. For such losses, a first pass computes all log-probabilities. Then the gradient of the loss with respect to
-  each log-probability is computed without the model, and a second pass propagates this gradient through the model.
+* If groups make a pass fail, the pass raises StepFailure. No weight has changed then.
+* Two micro-batches may hold different sequences of one rollout. For most losses this does not matter, because the loss
+  of a token depends on no other token of its rollout, or only on the number of tokens. But some losses need the ratios
+  of the other tokens: gspo, a loss of the user unless it declares reads_whole_rollouts=False, and any loss with a
+  correction of whole rollouts. For such losses, a first pass computes all log-probabilities. Then the gradient of the
+  loss with respect to each log-probability is computed without the model, and a second pass propagates this gradient
+  through the model.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from replay_trainer.weights import Adapter
 
 
 class StepFailure(Exception):
-    """A pass failed because of its groups. Every rank raises it, each for the groups of its own batch.
+    """A pass failed because of its groups. Unless `alone` is True, all ranks raise a StepFailure together, each with
+    the groups of its own batch.
 
-    `groups`: the indices of this rank's groups that caused the failure; may be empty. `reason`: a text for people.
-    `alone`: True if the other ranks do not know of the failure, and wait for this rank.
+    `reason`: a text for people. `groups`: the indices of this rank's groups that caused the failure; may be empty.
+    `alone`: True if only this rank raises one. The other ranks do not know of the failure, and wait for this rank.
     """
 
     def __init__(self, reason: str, groups: Sequence[int], *, alone: bool = False) -> None:
@@ -53,8 +55,8 @@ class Passes:
 
     policy: LogprobModel
     reference: LogprobModel | None
-    """The model of the KL penalty; None: beta is 0. With an `adapter`, the policy itself, which then computes without
-    the adapter."""
+    """The model of the KL penalty; None: beta is 0. With an `adapter`, it is the policy itself, which computes the
+    reference with the adapter switched off."""
     adapter: Adapter | None
     config: GRPOConfig
     ranks: Ranks
@@ -63,8 +65,8 @@ class Passes:
 
     def __post_init__(self) -> None:
         self._failing: Callable[[], list[int]] = list
-        """A function that finds the groups that made the last backward pass fail. `list`, which finds none, before the
-        first pass."""
+        """A function that finds the groups that made the last backward pass fail. Before the first pass it is `list`,
+        which returns no groups."""
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -72,24 +74,25 @@ class Passes:
         return self._without_gradient(batch, lambda micro: self._forward(self.policy, micro)[0])
 
     def backward(self, batch: Batch, old_BT: Tensor | None) -> tuple[Tensor, float, Metrics]:
-        """Adds the gradient of the whole step to that of the weights.
+        """Computes the gradient of the loss of the step over all ranks, and adds it to the `grad` of the weights.
 
-        Returns (the old log-probabilities, the loss over all ranks, the metrics of the loss).
+        `old_BT`: the log-probabilities under the old weights; None: the current weights are the old weights, and this
+        pass computes the log-probabilities. With batch_normalize, one more pass may come first to compute
+        log-probabilities, because the correction weight of each token depends on those of all tokens.
 
-        Without `old_BT`, the current weights are the old weights, and this pass computes the old log-probabilities.
-        With batch_normalize, an earlier pass computes the log-probabilities, because the correction weight of each
-        token depends on those of all tokens.
-
-        Raises StepFailure if memory runs out, or if the loss is not finite.
+        Returns (the old log-probabilities, the loss over all ranks, the metrics of the loss). Raises StepFailure if
+        memory runs out, or if the loss is not finite.
         """
         config = self.config
         ranks = self.ranks
         assert old_BT is None or old_BT.shape == batch.mask_BT.shape, "the old log-probabilities are of another batch"
-        (count_of_all_ranks,) = ranks.sum([loss_normalizer(batch.rollouts.mask_JT, config.loss_type)])
+        own_count = loss_normalizer(batch.rollouts.mask_JT, config.loss_type)
+        (count_of_all_ranks,) = ranks.sum([own_count])
         normalizer = max(count_of_all_ranks, 1)
         mean_weight = None
         if config.correction.batch_normalize:
-            # The ratios of "decoupled" are of the old weights, those of the other objectives of the current weights.
+            # "decoupled" corrects with ratios of the old weights. All other objectives correct with ratios of the
+            # current weights.
             if config.correction.objective == "decoupled" and old_BT is not None:
                 source_BT = old_BT
             else:
@@ -99,16 +102,17 @@ class Passes:
             mean_weight = self._mean_weight(batch, source_BT)
         loss_of = partial(self._loss, normalizer=normalizer, mean_weight=mean_weight)
 
-        # `pass_through` fills these two, unless the branch for whole rollouts below computes them.
+        # The branch for whole rollouts below computes these two at once. Otherwise `pass_through` fills in their rows.
         current_BT = torch.zeros_like(batch.rollout_logprobs_BT)
         reference_BT = None if self.reference is None else torch.zeros_like(current_BT)
-        # The gradient of the loss with respect to each log-probability; None: each micro-batch computes its own.
+        # The gradient of the loss with respect to each log-probability; None: each micro-batch has a loss of its own.
         slopes_BT: Tensor | None = None
-        # The loss, the number of tokens, and by name of each metric its sum over the tokens.
+        # Sums over the micro-batches of this rank: the loss, the number of tokens, and each metric by its name. A
+        # metric is summed over the tokens.
         sums: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
 
-        def count(tokens: int, metrics: Metrics, loss: float = 0.0) -> None:
-            """Adds to `sums` a loss, and metrics that are means over this number of tokens."""
+        def add_to_sums(tokens: int, metrics: Metrics, loss: float = 0.0) -> None:
+            """Adds a loss and metrics to `sums`. The metrics are means over `tokens` tokens."""
             sums["loss"] += loss
             for name, value in metrics.items():
                 sums.setdefault(name, 0.0)
@@ -125,10 +129,10 @@ class Passes:
             (slopes_BT,) = torch.autograd.grad(loss, leaf_BT)
             assert slopes_BT is not None
             assert slopes_BT.shape == batch.mask_BT.shape, (slopes_BT.shape, batch.mask_BT.shape)
-            count(int(batch.mask_BT.sum()), metrics, loss.item())
+            add_to_sums(int(batch.mask_BT.sum()), metrics, loss.item())
 
         def pass_through(rows: Ints, micro: Batch) -> None:
-            """Adds the gradient of a micro-batch, which has these rows of the batch; none if it is idle."""
+            """Adds the gradient of a micro-batch. `rows`: its rows in the batch; no rows: the micro-batch is idle."""
             logprobs_BT, entropy_BT = self._forward(self.policy, micro)
             tokens = int(micro.mask_BT.sum())
             sums["tokens"] += tokens
@@ -138,29 +142,33 @@ class Passes:
                 if reference_BT is not None:
                     micro_reference_BT = self._reference_logprobs(micro)
                     _put(reference_BT, rows, micro_reference_BT)
-                loss, metrics = loss_of(micro, logprobs_BT, _part(old_BT, rows, micro), micro_reference_BT)
-                count(tokens, metrics, loss.item())
+                micro_old_BT = _part(old_BT, rows, micro)
+                loss, metrics = loss_of(micro, logprobs_BT, micro_old_BT, micro_reference_BT)
+                add_to_sums(tokens, metrics, loss.item())
             else:
-                # The gradient of this sum with respect to each log-probability is its slope. An idle micro-batch has no
-                # slopes.
-                slopes = _part(slopes_BT, rows, micro)
-                loss = (logprobs_BT * (0.0 if slopes is None else slopes)).sum()
+                micro_slopes_BT = _part(slopes_BT, rows, micro)
+                if micro_slopes_BT is None:  # an idle micro-batch, whose gradient is zero
+                    loss = (logprobs_BT * 0.0).sum()
+                else:
+                    # The gradient of this sum with respect to each log-probability is the slope of the log-probability.
+                    loss = (logprobs_BT * micro_slopes_BT).sum()
             if self.partitioned:
-                # The normalizer counts the tokens of all ranks, so the gradients of the ranks must be summed. FSDP
-                # averages them instead.
+                # The gradients of the ranks must be summed, because the normalizer counts the tokens of all ranks. But
+                # FSDP averages the gradients, so the loss is multiplied by the number of ranks.
                 loss = loss * ranks.size
             torch.autograd.backward(loss)
-            count(tokens, {"entropy": float(entropy_BT[micro.mask_BT].mean())})
+            mean_entropy = float(entropy_BT[micro.mask_BT].mean())
+            add_to_sums(tokens, {"entropy": mean_entropy})
 
-        # The groups of the micro-batch in which memory ran out; empty: it did not run out on this rank.
-        large = self._each(batch, pass_through)
-        # For each rank: the names of its sums, and True if memory ran out.
-        parts = ranks.all((set(sums), bool(large)))
+        # The groups of the micro-batch in which memory ran out; empty: memory did not run out on this rank.
+        too_large = self._each(batch, pass_through)
+        # For each rank: (the names of its sums, True if memory ran out).
+        parts = ranks.all((set(sums), bool(too_large)))
         if any(ran_out for _, ran_out in parts):
-            raise StepFailure(self._memory, large)
+            raise StepFailure(self._out_of_memory, too_large)
         assert sums["tokens"] == int(batch.mask_BT.sum()), f"{sums['tokens']} tokens had a gradient, once each"
-        # A rank without groups has fewer metrics than other ranks. But all ranks must sum the same metrics in the same
-        # order.
+        # All ranks must sum the same metrics in the same order. But a rank without groups has fewer metrics than other
+        # ranks, so it adds 0 for each metric that it lacks.
         names_of_all: set[str] = set()
         for names, _ in parts:
             names_of_all |= names
@@ -169,7 +177,7 @@ class Passes:
         totals = dict(zip(names_in_order, sums_of_all, strict=True))
         total_loss = totals.pop("loss")
         total_tokens = totals.pop("tokens")
-        self._failing = partial(_failing, loss_of, batch, current_BT, old_BT, reference_BT)
+        self._failing = partial(_groups_not_finite, loss_of, batch, current_BT, old_BT, reference_BT)
         if not math.isfinite(total_loss):
             raise StepFailure(f"its loss was {total_loss}", self._failing())
         if not self.partitioned:
@@ -182,13 +190,14 @@ class Passes:
         return old_BT, total_loss, means
 
     def clip(self) -> float:
-        """Scales the gradient down to max_grad_norm. Returns its norm before that, the same on every rank.
+        """Scales the gradient so that its norm is at most max_grad_norm. Returns the norm that the gradient had before,
+        which is the same on every rank.
 
         Raises StepFailure if the norm is not finite.
         """
         parameters = [parameter for parameter in self.policy.parameters() if parameter.grad is not None]
-        # With partitioned weights, the norm is a DTensor, which all ranks gather together.
-        norm = float(gather_full(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
+        norm_before = nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
+        norm = float(gather_full(norm_before))  # with partitioned weights, `norm_before` is a DTensor
         if not math.isfinite(norm):
             raise StepFailure(f"its gradient norm was {norm}", self._failing())
         return norm
@@ -196,40 +205,45 @@ class Passes:
     # ----------------------------------------------------------------------------------------------- micro-batches
 
     @property
-    def _memory(self) -> str:
-        """The reason of a StepFailure if memory ran out."""
+    def _out_of_memory(self) -> str:
+        """The `reason` of a StepFailure if memory ran out."""
         return (
             f"memory ran out in a micro-batch with it: lower max_tokens_per_micro_batch (now "
             f"{self.config.max_tokens_per_micro_batch}), or set max_group_tokens below what fits"
         )
 
     def _without_gradient(self, batch: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """(B, T) values that `compute` returns, for all micro-batches. Raises StepFailure if memory runs out."""
+        """Calls `compute` with each micro-batch. Returns the results as (B, T) values of the whole batch.
+
+        `compute` must return values without a gradient. Raises StepFailure if memory runs out.
+        """
         values_BT = torch.zeros_like(batch.rollout_logprobs_BT)
-        large = self._each(batch, lambda rows, micro: _put(values_BT, rows, compute(micro)))
-        if any(self.ranks.all(bool(large))):
-            raise StepFailure(self._memory, large)
+        too_large = self._each(batch, lambda rows, micro: _put(values_BT, rows, compute(micro)))
+        if any(self.ranks.all(bool(too_large))):
+            raise StepFailure(self._out_of_memory, too_large)
         return values_BT
 
     def _needs_whole_rollouts(self, batch: Batch) -> bool:
         """True if, on any rank, the loss of a token may depend on tokens in another micro-batch."""
-        # The configuration is the same on all ranks, so either all ranks return here or none does.
         reads_whole_rollouts = traits_of(self.config.loss_type).reads_whole_rollouts
         if not reads_whole_rollouts and not self.config.correction.judges_rollouts:
-            return False
-        split = False  # True if a rollout of this rank has rows in several micro-batches
-        if batch.rollouts.joins:
-            # The rollouts of each micro-batch. The sum below counts a rollout once for each micro-batch that has it.
-            parts = [np.unique(batch.rollout_B[rows]) for rows, _ in self._cut(batch)]
-            split = sum(len(rollouts) for rollouts in parts) > len(batch.rollouts.first_J)
-        return any(self.ranks.all(split))
+            return (
+                False  # all ranks return here, because they have the same configuration, so none waits in `all` below
+            )
+        is_split = False  # True if a rollout of this rank has rows in several micro-batches
+        if batch.rollouts.joins:  # some rollouts have several rows
+            rollouts_of_parts = [np.unique(batch.rollout_B[rows]) for rows, _ in self._cut(batch)]
+            # This sum counts a rollout once for each micro-batch that has rows of the rollout.
+            count = sum(len(rollouts) for rollouts in rollouts_of_parts)
+            is_split = count > len(batch.rollouts.first_J)
+        return any(self.ranks.all(is_split))
 
     def _each(self, batch: Batch, work: Callable[[Ints, Batch], None]) -> list[int]:
-        """Calls `work` with each micro-batch. If memory runs out in a micro-batch, leaves out the later micro-batches
-        and returns the groups of the micro-batch that failed. Otherwise returns no groups.
+        """Calls `work` with each micro-batch: `work(rows, micro)`. Returns an empty list if all calls succeed.
 
-        With partitioned weights a rank cannot simply return, because the other ranks wait for it inside the pass. This
-        rank alone then raises StepFailure.
+        If memory runs out in a micro-batch, leaves out the later micro-batches and returns the groups of the
+        micro-batch that failed. But if weights are partitioned, raises StepFailure with `alone` instead, because the
+        other ranks wait for this rank inside the pass.
         """
         for rows, micro in self._micro_batches(batch):
             try:
@@ -238,36 +252,38 @@ class Passes:
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
-            # Outside of the handler, so that the tensors of the failed call are free: inside of the handler, the error
-            # keeps the frames of the call.
+            # These lines are not in the `except` block, because the error would still keep the frames of the failed
+            # call there. Here the tensors of these frames are free.
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             groups: list[int] = np.unique(batch.group_B[rows]).tolist()
             if self.partitioned:
-                raise StepFailure(self._memory, groups, alone=True)
+                raise StepFailure(self._out_of_memory, groups, alone=True)
             return groups
         return []
 
     def _micro_batches(self, batch: Batch) -> list[tuple[Ints, Batch]]:
-        """The micro-batches of this rank, then idle micro-batches.
+        """The micro-batches of this rank. With partitioned weights, idle micro-batches without rows follow.
 
-        With partitioned weights, every rank must make as many forward passes as the rank with the most micro-batches.
+        A forward pass of partitioned layers waits for all ranks. So every rank must make as many forward passes as the
+        rank with the most micro-batches.
         """
         parts = list(self._cut(batch))
         if self.partitioned:
-            # A forward pass of partitioned layers waits for all ranks.
-            idle = max(self.ranks.all(len(parts))) - len(parts)
+            most = max(self.ranks.all(len(parts)))
+            idle = most - len(parts)
             assert idle >= 0, "the busiest rank is no less busy than this one"
-            parts += [(np.zeros(0, np.int64), _nothing(batch.device))] * idle
+            no_rows = np.zeros(0, np.int64)
+            parts += [(no_rows, _idle_batch(batch.device))] * idle
         return parts
 
     def _cut(self, batch: Batch) -> Iterator[tuple[Ints, Batch]]:
-        """The micro-batches of this rank's batch: (indices of rows, batch of these rows)."""
+        """Cuts the batch of this rank into micro-batches: (the indices of the rows, a batch of only these rows)."""
         return micro_batches(batch, self.config.max_tokens_per_micro_batch, packed=self.policy.route == "packed")
 
     def _forward(self, policy: LogprobModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probabilities and entropies."""
-        # FSDP gathers partitioned weights in bfloat16 already.
+        """(B, T) log-probabilities of the tokens, and (B, T) entropies."""
+        # Partitioned weights need no autocast, because FSDP gathers them in bfloat16 already.
         autocast = self.config.bf16 and not self.partitioned
         with torch.autocast(batch.device.type, torch.bfloat16, enabled=autocast):
             logprobs_BT, entropy_BT = policy(batch)
@@ -278,7 +294,7 @@ class Passes:
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: Batch) -> Tensor:
-        """(B, T) log-probabilities under the reference."""
+        """(B, T) log-probabilities under the reference model."""
         assert self.reference is not None
         without_adapter = nullcontext() if self.adapter is None else self.adapter.off()
         with without_adapter:
@@ -297,9 +313,9 @@ class Passes:
         normalizer: float,
         mean_weight: float | None,
     ) -> tuple[Tensor, Metrics]:
-        """The part of the step's loss that these rows add, and its metrics.
+        """The part of the step's loss that the rows of `batch` add, and the metrics of this part.
 
-        Without `old_BT`, `logprobs_BT` are also the log-probabilities before the step.
+        `old_BT` None: `logprobs_BT` are also the old log-probabilities. `reference_BT` None: there is no KL penalty.
         """
         config = self.config
         rollouts = batch.rollouts
@@ -355,42 +371,48 @@ def correct_batch(batch: Batch, old_BT: Tensor, config: CorrectionConfig) -> Cor
     )
 
 
-def _failing(
+def _groups_not_finite(
     loss_of: Callable[..., tuple[Tensor, Metrics]],
     batch: Batch,
     current_BT: Tensor,
     old_BT: Tensor | None,
     reference_BT: Tensor | None,
 ) -> list[int]:
-    """The groups whose own loss is not finite, or whose gradient with respect to the log-probabilities has a squared
-    norm that is not finite. The norm is squared here because `clip` squares the whole gradient in float32."""
-    failing = []
+    """Finds the groups whose own loss is not finite, or whose gradient has a squared norm that is not finite.
+
+    The gradient here is that with respect to the log-probabilities. Its norm is squared because `clip` squares the
+    whole gradient in float32, in which the square of a finite number may be infinite.
+    """
+    not_finite = []
     for group in np.unique(batch.group_B).tolist():
         rows = np.flatnonzero(batch.group_B == group)
         part = batch.select(rows)
         T = part.mask_BT.shape[1]
         old = None if old_BT is None else old_BT[rows, :T]
         reference = None if reference_BT is None else reference_BT[rows, :T]
-        logprobs_BT = current_BT[rows, :T].requires_grad_()  # a copy, which has no other gradient
+        # An index array such as `rows` makes a copy, so `current_BT` itself needs no gradient.
+        logprobs_BT = current_BT[rows, :T].requires_grad_()
         loss, _ = loss_of(part, logprobs_BT, old, reference)
         (gradient_BT,) = torch.autograd.grad(loss, logprobs_BT)
         if not (loss.isfinite() and gradient_BT.square().sum().isfinite()):
-            failing.append(group)
-    return failing
+            not_finite.append(group)
+    return not_finite
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    # On a CPU torch raises a plain RuntimeError with this text.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    """True if the error says that memory ran out, on a GPU or on a CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return "can't allocate memory" in str(error)  # on a CPU, torch raises a plain RuntimeError with this text
 
 
-def _nothing(device: torch.device) -> Batch:
+def _idle_batch(device: torch.device) -> Batch:
     """A batch of one token that is not trained on, for the forward pass of an idle micro-batch."""
     return to_batch([bare_group([0], [0], loss_mask=np.zeros(1, np.bool_))], device)
 
 
 def _part(values_BT: Tensor | None, rows: Ints, micro: Batch) -> Tensor | None:
-    """The values of the rows of a micro-batch; None if there are no values, or if the micro-batch is idle."""
+    """The values of the rows of a micro-batch; None if `values_BT` is None, or if the micro-batch is idle."""
     assert not rows.size or rows.size == micro.num_rows, (rows.size, micro.num_rows)
     if values_BT is None or not rows.size:
         return None
@@ -398,7 +420,8 @@ def _part(values_BT: Tensor | None, rows: Ints, micro: Batch) -> Tensor | None:
 
 
 def _put(values_BT: Tensor, rows: Ints, part_BT: Tensor) -> None:
-    """Writes the values of a micro-batch to its rows. An idle micro-batch (see _micro_batches) has no rows."""
+    """Writes `part_BT`, the values of a micro-batch, into `values_BT`, to these rows. Writes nothing if the micro-batch
+    is idle (see `_micro_batches`), and so has no rows."""
     if rows.size:
         assert part_BT.shape[0] == rows.size, (part_BT.shape, rows.size)  # torch would broadcast one row
         values_BT[rows, : part_BT.shape[1]] = part_BT

@@ -19,12 +19,15 @@ from torch import Tensor, distributed, nn
 T = TypeVar("T")
 
 _LAST_EXCHANGE = 0.3
-"""Seconds that the threads of the process group get to free the tensors of the last exchange. They need
-milliseconds."""
+"""Seconds that the threads of the process group get at the end to free the tensors of the last exchange. The threads
+need milliseconds."""
 
 
 class Ranks:
-    """This process among the processes of the run: torch's process group, which it joins if torchrun started it."""
+    """The rank of this process among the processes of the run, and the exchange of values with the other ranks.
+
+    If torchrun has started this process, the constructor joins torch's process group.
+    """
 
     def __init__(self, device: str = "auto") -> None:
         """`device`: see GRPOConfig.device."""
@@ -36,7 +39,7 @@ class Ranks:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if not distributed.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            # gloo exchanges values in host memory, and nccl tensors of GPUs.
+            # gloo exchanges values in host memory. nccl exchanges tensors on GPUs.
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             distributed.init_process_group(backend)
             atexit.register(_leave_group)
@@ -47,7 +50,7 @@ class Ranks:
             self.index = distributed.get_rank()
         assert 0 <= self.index < self.size, (self.index, self.size)
         self._group: Any = None
-        """The process group of the exchanges. None: torch's default group, which has all ranks."""
+        """The process group that exchanges values. None: torch's default group, which has all ranks."""
 
     @property
     def is_first(self) -> bool:
@@ -55,20 +58,24 @@ class Ranks:
         return self.index == 0
 
     def apart(self) -> Ranks:
-        """The same ranks with separate connections, for exchanges on another thread. Every rank calls this."""
+        """Returns the same ranks with separate connections, so that another thread can exchange values. Every rank
+        calls this."""
         ranks = copy.copy(self)
         if self.size > 1:
             ranks._group = distributed.new_group(backend="gloo")
         return ranks
 
     def share(self, count: int, name: str) -> int:
-        """This rank's part of `count`. Raises ValueError unless all parts are equal."""
+        """This rank's part of `count`, which is divided equally. Raises ValueError if that leaves a remainder.
+
+        `name`: the name of the setting, for the error.
+        """
         if count % self.size:
             raise ValueError(f"{name}={count} must be a multiple of the {self.size} ranks")
         return count // self.size
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each of `values` summed over the ranks, in the same order on each rank."""
+        """Sums each of `values` over the ranks. Every rank adds in the same order, so all get exactly equal sums."""
         return [sum(parts) for parts in zip(*self.all(values), strict=True)]
 
     def all(self, value: T) -> list[T]:
@@ -88,30 +95,30 @@ class Ranks:
         self.all(None)
 
     def copy_from_first(self, module: nn.Module) -> None:
-        """Copies the weights of `module` from the first rank to all."""
+        """Copies the parameters and buffers of `module` from the first rank to all ranks."""
         if self.size > 1:
             for tensor in [*module.parameters(), *module.buffers()]:
                 distributed.broadcast(tensor.data, src=0, group=self._group)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums over the ranks the gradients of parameters that every rank holds in full."""
+        """Sums the gradient of each parameter over the ranks. Every rank must hold the parameters in full."""
         if self.size == 1:
             return
-        pending = []  # all sums are started before the first is waited for, so that they overlap
+        pending_sums = []  # all sums are started before the first is waited for, so that they overlap
         for parameter in parameters:
             if parameter.requires_grad:
                 if parameter.grad is None:  # another rank may have a gradient, and all ranks must take part in the sum
                     parameter.grad = torch.zeros_like(parameter)
-                pending.append(distributed.all_reduce(parameter.grad, group=self._group, async_op=True))
-        for work in pending:
-            work.wait()
+                pending_sums.append(distributed.all_reduce(parameter.grad, group=self._group, async_op=True))
+        for pending_sum in pending_sums:
+            pending_sum.wait()
 
 
 class RankFlag:
-    """A flag that any rank can set and every rank can read, without waiting for another rank. All ranks construct it
-    together.
+    """A flag that any rank can set and every rank can read, without waiting for another rank.
 
-    The flag is in the key-value store of torch.distributed, through which the ranks found each other.
+    All ranks construct the flag together. The flag is in the key-value store of torch.distributed, through which the
+    ranks found each other at the start.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -135,10 +142,10 @@ class RankFlag:
 
 
 def partition(module: nn.Module, layer_names: Iterable[str], device: torch.device, bf16: bool) -> None:
-    """Partitions the parameters of `module` over the ranks. Each layer of the classes `layer_names` is a unit of FSDP,
-    and all other parameters are one unit.
+    """Partitions the parameters of `module` over the ranks with FSDP, which averages gradients over the ranks.
 
-    FSDP averages gradients over the ranks. `bf16`: compute in bfloat16, reduce gradients in float32.
+    `layer_names`: the names of the classes of the layers. Each layer is a unit of FSDP, and all other parameters are
+    one more unit. `bf16`: True if FSDP computes in bfloat16, and reduces gradients in float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -151,24 +158,26 @@ def partition(module: nn.Module, layer_names: Iterable[str], device: torch.devic
         )
     names = set(layer_names)
     layers = [layer for layer in module.modules() if type(layer).__name__ in names]
-    # The layers come first: the last call makes a unit of all parameters that belong to no unit so far.
+    # The layers come first, because the last call makes one unit of all parameters that belong to no unit yet.
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(module, **options)
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """The full tensor, on every rank. `tensor` may be partitioned over the ranks; then all ranks call this."""
-    # A DTensor has this method.
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """Returns the full tensor, on every rank. If `tensor` is partitioned over the ranks, all ranks must call this."""
+    if hasattr(tensor, "full_tensor"):  # a DTensor
+        full: Tensor = tensor.full_tensor()
+        return full
+    return tensor
 
 
 def _leave_group() -> None:
     """Leaves the process group at the end of the process.
 
-    A thread of gloo frees the tensors of the last exchange, for which it needs Python's lock. If Python is already
-    shutting down, torch then ends the process with SIGABRT. The threads of a group that `fully_shard` uses outlive the
-    group, so this function waits a moment for them.
+    A thread of gloo frees the tensors of the last exchange, for which the thread needs Python's lock. If Python is
+    already shutting down at that moment, torch ends the process with SIGABRT. The threads of a group that `fully_shard`
+    uses outlive the group, so this function waits a moment after the group has ended.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

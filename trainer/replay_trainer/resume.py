@@ -8,13 +8,13 @@ the disk before the server hears of it. So after a kill there are these cases:
 
 * There is no checkpoint. The server hands out the groups again.
 * There is a checkpoint, and its groups are not acknowledged. The resume acknowledges them.
-* The groups are acknowledged, and the state is not named yet. The server is at the state before, and has consumed no
-  groups beyond the checkpoint: nothing has to be restored.
+* The groups are acknowledged, and the state is not named yet. The server is at the state of the checkpoint before, and
+  has consumed no groups that this checkpoint does not contain. So nothing has to be restored.
 * The server is at a later state. The resume goes back to the state of the checkpoint, and the server restores the
-  groups that were consumed after it.
+  groups that were consumed after this state was named.
 
-A state is named after its groups are acknowledged, because a rollback to a state restores all groups that are consumed
-after the state is named. A resume goes back to its state before it requeues groups, because the server measures the
+A state is named after its groups are acknowledged, because a rollback to a state restores all groups that were consumed
+after the state was named. A resume goes back to its state before it requeues groups, because the server measures the
 staleness of requeued groups against its current version.
 """
 
@@ -44,7 +44,7 @@ class SavedState:
     version: int
     """The policy version that the server had when the checkpoint was written."""
     before: str
-    """The id of the state that was named to the server before this state; "": there was none."""
+    """The id of the state that was named to the server last before this one; "": there was none."""
 
 
 class ResumeProtocol:
@@ -65,10 +65,12 @@ class ResumeProtocol:
         """`table_config`: the configuration of the table of fresh groups, as the server reports it; None: the server
         lacks the table.
 
-        `renumbers`: True if a resume starts to count at the version of its checkpoint, so that later versions are made
-        once more. False: a resume goes on counting from the newest version of the server, and groups of later versions
-        stay usable. `reach`: a function that makes a call and waits for the server without limit; None: a call waits as
-        long as the client does.
+        `renumbers`: True if a resume takes the server back to the version of its checkpoint, so that the run uses the
+        numbers of later versions once more. False: the server keeps its newest version, the run counts on from there,
+        and groups of versions after the checkpoint stay usable.
+
+        `reach`: a function that makes a call, waits for the server as long as that takes, and returns the result of the
+        call. None: a call waits as long as the client does.
         """
         self.retains = table_config is not None and bool(json.loads(table_config)["retain_consumed"])
         self._client = client
@@ -79,11 +81,12 @@ class ResumeProtocol:
         """The id of the state that was named to the server last."""
 
     def new_state(self, version: int) -> SavedState:
-        """The state for a checkpoint of this version that is about to be written."""
+        """Makes the state for a checkpoint of this version that is about to be written."""
         return SavedState(f"step-{version}-{secrets.token_hex(8)}", version, self._last)
 
     def name(self, state: SavedState, weights: str) -> None:
-        """Names a state to the server. Call this when its checkpoint is on the disk and its groups are acknowledged."""
+        """Names a state to the server. Call this once the checkpoint of the state is on the disk and the groups of the
+        checkpoint are acknowledged. `weights`: the location from which generators load the weights."""
         if self.retains:
             self._set_policy_version(state.version, weights, state=state.id)
         self._last = state.id
@@ -101,9 +104,9 @@ class ResumeProtocol:
             self._last = policy.state
         else:
             policy = self._go_back(state, policy, weights, where)
-        came_back = self._reach(partial(self._leases.requeue_dead, groups, rolled_back=self.retains))
-        if came_back and state is not None and self._renumbers:
-            # The rollback makes the server count the permits anew, now with the groups that came back.
+        has_requeued = self._reach(partial(self._leases.requeue_dead, groups, rolled_back=self.retains))
+        if has_requeued and state is not None and self._renumbers:
+            # One more rollback makes the server count the permits anew, now with the groups that were requeued.
             policy = self._set_policy_version(state.version, weights, rollback=True)
         return policy
 
@@ -113,26 +116,28 @@ class ResumeProtocol:
         `found`: the policy that the server has now.
         """
         self._last = state.id
-        # The states after which nothing has to be restored. At `before`, the server has consumed no groups beyond the
-        # checkpoint. The server has the state "" if it was started again without its items.
-        nothing_after = {state.before, ""}
+        # If the server is at one of these states, the rollback need not restore groups. At the state `before`, the
+        # server has consumed no groups beyond the checkpoint. The server is at the state "" if it was started again
+        # without its items.
+        states_without_restore = {state.before, ""}
         if not self._renumbers:
-            # A run that renumbers makes a rollback in any case, and then names its own state in it.
-            nothing_after.add(state.id)
-        if self.retains and found.state not in nothing_after:
+            # A run that does not renumber needs no rollback if the server is at the state of the checkpoint already.
+            # A run that renumbers makes a rollback in any case, and this rollback then names the state.
+            states_without_restore.add(state.id)
+        if self.retains and found.state not in states_without_restore:
             try:
                 return self._set_policy_version(state.version, weights, rollback=True, state=state.id)
             except InvalidRequestError as error:
                 logger.warning("groups that were consumed after %s do not come back: %s", where, error)
         if not self._renumbers:  # the server keeps its version, and the run goes on counting from it
             return found
-        # Without `state`, the rollback sets the version, and restores no groups.
+        # A call without `state` takes the server back to the version, but restores no groups.
         policy = self._set_policy_version(state.version, weights, rollback=True)
-        self.name(state, weights)  # the server may not know the state, or no longer
+        self.name(state, weights)  # because the server may never have heard of the state, or may have forgotten it
         return policy
 
     def _set_policy_version(self, version: int, weights: str, **fields: Any) -> Policy:
-        """Calls `set_policy_version` of the client, by way of `reach`."""
+        """Calls `set_policy_version` of the client through `reach`. `fields`: its further arguments, by name."""
         policy: Policy = self._reach(partial(self._client.set_policy_version, version, weights=weights, **fields))
         return policy
 

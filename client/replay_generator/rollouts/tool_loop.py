@@ -4,8 +4,8 @@
                                    ▲                  a call ──▶ the function ──▶ its answer, as a turn of the tool
                                    └──────────────────────────────────────────────────────┘
 
-The turns of the policy stay the token ids that the policy drew (sessions/conversation.py). If the chat template writes
-another text in the place of such a turn, the rollout fails, with an error that says so.
+A turn of the policy stays in the sequence as the token ids that the policy drew (sessions/conversation.py). If the chat
+template would render the turn as another text, the rollout fails, with an error that says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def json_calls(text: str) -> list[ToolCall]:
     """The calls of a turn in the format of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
     The list is empty if the turn has no call. Raises ValueError for a call that is not in this format. The tool loop
-    gives the message of the error to the policy, as the answer of the tool.
+    gives the message of this error to the policy, in the place of an answer of a tool.
     """
     calls = []
     for body in _CALL.findall(text):
@@ -59,17 +59,18 @@ def tool_loop(
     max_turns: int = 8,
     parse: Callable[[str], Sequence[ToolCall]] = json_calls,
 ) -> RolloutHook:
-    """A hook for the generator in which the policy may call `tools`, until it writes a turn without a call.
+    """Makes a hook for the generator: the policy may call `tools` until it writes a turn without a call.
 
     The tools are Python functions with types and a docstring, as `transformers` wants them for its chat templates. An
-    async tool is awaited, any other tool runs in a thread. If a tool raises an error, the policy reads the error as the
-    answer of the tool. After `max_turns` turns of the policy the rollout ends with the reason "turns". `parse` finds
-    the calls in the text of a turn. If `parse` raises ValueError, the policy reads this error as the answer of the
-    tool. `Rollout.info["calls"]` has all calls, in order.
+    async tool is awaited, and any other tool runs in a thread. If a tool raises an error, the policy reads the error as
+    the answer of the tool. After `max_turns` turns of the policy the rollout ends with the finish reason "turns".
+    `parse` finds the calls in the text of a turn. If `parse` raises ValueError, the policy reads this error as the
+    answer of the tool. `Rollout.info["calls"]` has all calls, in order.
 
-    The prompts must consist of messages, and the tokenizer needs a chat template. If a row has `tools`, only the
-    functions that it names can be called, and the template gets their descriptions from the row. If the last message of
-    the prompt is a message of the assistant, the first turn of the policy continues that message.
+    The prompts must consist of messages, and the tokenizer needs a chat template. If the row of a prompt has `tools`,
+    the policy may call only the functions that these `tools` name, and the template gets the descriptions of the
+    functions from the row. If the last message of the prompt is a message of the assistant, the first turn of the
+    policy continues that message.
 
     Raises ValueError for two tools with one name, and for a `max_turns` below 1.
     """
@@ -93,7 +94,7 @@ def tool_loop(
             completion = await policy.generate(sequence.token_ids)
             turn = sequence.append_completion(completion)
             is_cut_off = sequence.finish_reason != "stop"  # the finish reason of the completion that was just added
-            if is_cut_off:  # its calls may be incomplete, and there may be no room for another turn
+            if is_cut_off:  # the calls of the turn may be incomplete, and there may be no room for another turn
                 break
             try:
                 turn_calls = list(user_code.call_plain(parse, turn.text))
@@ -101,12 +102,12 @@ def tool_loop(
                 calls += turn_calls
                 if not turn_calls:  # without a call, this turn is the policy's final answer
                     break
-            except ValueError as error:  # of `parse`: `_answer` raises none
+            except ValueError as error:  # raised by `parse`, because `_answer` returns errors as text
                 answers = [f"error: {error}"]
             if turn_number == max_turns:  # the tools have run, but the policy has no turn left to read their answers
                 return Rollout([sequence], finish_reason="turns", info={"calls": calls})
             messages = [{"role": "tool", "content": answer} for answer in answers]
-            # `observation_ids`: the tokens of the answers, and those with which the template begins the next turn.
+            # `observation_ids`: the tokens of the answers, and the tokens with which the template begins the next turn.
             conversation, observation_ids = conversation.go_on(turn.text, sequence.token_ids[-1], messages)
             sequence.append_observation(observation_ids, text="\n".join(answers))
             if len(sequence.token_ids) >= task.max_length:  # no room for a token of the next turn
@@ -119,11 +120,11 @@ def tool_loop(
 def _chosen(
     functions: Mapping[str, Callable[..., Any]], row_tools: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Callable[..., Any]]:
-    """The functions that the policy may call in a rollout, by name: those that the `tools` of the row name, or all
-    functions if the row has no `tools`.
+    """The functions that the policy may call in a rollout, by name.
 
-    `functions`: the functions of the tool loop, by name. `row_tools`: the descriptions of tools in the row. Raises
-    RolloutError for a name that is not among the functions.
+    `functions`: all functions of the tool loop, by name. `row_tools`: the descriptions of tools in the row; if there
+    are any, the policy may call only the functions that these descriptions name. Raises RolloutError for a name that is
+    not among the functions.
     """
     if not row_tools:
         return functions
@@ -140,9 +141,10 @@ def _chosen(
 
 
 async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> str:
-    """The result of a call as text: a str as it is, any other result as JSON. If the call fails, the text says why.
+    """Calls a tool. Returns its result as text: a str as it is, any other result as JSON. If the call fails, returns a
+    text that says why: errors of the tool are not raised.
 
-    `tools`: the functions that may be called, by name. Raises no errors of the tool.
+    `tools`: the functions that may be called, by name.
     """
     tool = tools.get(call.name)
     if tool is None:
@@ -157,9 +159,9 @@ async def _answer(tools: Mapping[str, Callable[..., Any]], call: ToolCall) -> st
 
 
 def _as_json(value: Any) -> Any:
-    """A value that JSON can hold, in the place of a value that it cannot hold. `json.dumps` calls this function.
+    """Converts a value that JSON cannot hold into a value that JSON can hold. `json.dumps` calls this function.
 
-    Arrays and numbers of NumPy, and tensors, become lists and numbers of Python. Any other value becomes its `str`.
+    Tensors, and arrays and numbers of NumPy, become lists and numbers of Python. Any other value becomes its `str`.
     """
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -4,13 +4,13 @@
                                  503 with Retry-After if no rollout waits for an agent, after some seconds
     POST /sessions/ID/end    {"reward": NUMBER, "metrics": {NAME: NUMBER}} or {"failed": "why"}
 
-* If no rollout waits for an agent, the answer is the error 503 and not an empty answer, because many clients repeat a
-  request after such an error by themselves.
+* If no rollout waits for an agent, the answer is the error 503, because many clients repeat a request by themselves
+  after this error. They would not repeat it after an empty answer.
 * Both requests need the token. The address of a session contains a secret and needs no token. Code that knows only this
   address cannot report a reward.
-* The request that ends a rollout is answered when the rollout is safe: once the rollout is played or, if partial groups
-  are stored, once it is stored. The status 410 means that no group will have the rollout. If a client repeats this
-  request, the client gets the same answer.
+* The request that ends a rollout is answered once the rollout is safe. A rollout is safe once it is played or, if the
+  generator stores partial groups, once it is stored. The answer with status 410 means that no group will have the
+  rollout. If a client repeats the request, the client gets the same answer.
 * The time limit of a rollout begins when an agent takes the rollout. Before that, the rollout waits without a limit.
 * After the deadline the session ends, and its rollout is offered again, as another session.
 """
@@ -41,13 +41,13 @@ from replay_generator.user_code.results import encode_info, utf8
 logger = logging.getLogger(__name__)
 
 PATIENCE = 4.0
-"""Seconds for which a request waits if no rollout waits for an agent. Some clients give up after five seconds."""
+"""The most seconds that a request waits for a rollout. Some clients give up after five seconds."""
 NOBODY = 60.0
 """Seconds without an agent after which a warning is logged."""
 _MOST_SAID = 2000
 """The most characters of a failure that an agent reports, and of the reason why no group will have a rollout."""
 _HOST = re.compile(r"(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
-"""The value of a Host header: a name or an address, and perhaps a port."""
+"""The value of a Host header: a name or an address, and perhaps a port. The group is the port."""
 _MOST_ENDED = 4096
 """The most ends of rollouts that are remembered, in case a client repeats its request."""
 
@@ -67,11 +67,12 @@ class _OfferedRollout:
     taken: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an agent takes the rollout."""
     ended: asyncio.Future[Any] = field(default_factory=_new_future)
-    """The end that the agent reports: the fields of a Result, or `failed`. Cancelled: the generator does not wait for
-    the end any more."""
+    """The end that the agent reports: the fields of a Result, or `failed`. The future is cancelled if the generator
+    does not wait for the end any more."""
     settled: asyncio.Future[str] = field(default_factory=_new_future)
     """Done when the request that ended the rollout may be answered. The value is "" if the rollout is safe, or if the
-    generator has noted that it failed. Otherwise the value is the reason why no group will have the rollout."""
+    generator has noted that the rollout failed. Otherwise the value is the reason why no group will have the
+    rollout."""
 
     def settle(self, why_lost: str) -> None:
         """Sets the value of `settled`. Further calls do nothing."""
@@ -80,7 +81,7 @@ class _OfferedRollout:
 
 
 class RemoteHook(SessionHook):
-    """The rollout hook of agents elsewhere, which ask its address for rollouts."""
+    """The rollout hook for agents on other machines, which ask the address of this hook for rollouts."""
 
     agents_come = True
 
@@ -107,43 +108,46 @@ class RemoteHook(SessionHook):
         self.app.router.add_post("/sessions", self._offer)
         self.app.router.add_post("/sessions/{id}/end", self._end)
         self._free: asyncio.Queue[_OfferedRollout] = asyncio.Queue()
-        """The rollouts that wait for an agent. If the generator has given up a rollout, its `ended` is done."""
+        """The rollouts that wait for an agent. If the generator has given up a rollout, the rollout stays here, and its
+        `ended` is done."""
         self._seen_at = -math.inf
         """The time of the last request with the right token, on the clock of the event loop."""
-        self._is_missed_said = False
-        """True once a warning was logged that no agents come."""
+        self._has_warned = False
+        """True once the warning that no agents come was logged."""
         self._taken: dict[str, _OfferedRollout] = {}
         """The rollouts that agents play, by the id of the session."""
         self._ended: dict[int, asyncio.Future[str]] = {}
-        """The `settled` of rollouts that agents have ended, by the hash of the session's id and of the request's body.
-        The oldest comes first."""
+        """The `settled` of rollouts that agents have ended, the oldest first. The key is the hash of the session's id
+        and the body of the request that ended the rollout."""
         self._settling: dict[int, _OfferedRollout] = {}
         """The rollouts that agents have ended and that are not settled yet, by the id of their task."""
 
     async def __call__(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """Plays one rollout, with one agent after the other until an agent ends it in time. Raises RolloutError if the
-        rollout fails."""
+        """Plays one rollout. If an agent does not end it in time, another agent plays it anew. Raises RolloutError if
+        the rollout fails."""
         while True:
-            # `_played` raises TimeoutError after session_timeout. Then another agent may play the rollout anew.
+            # `_played` raises TimeoutError if an agent did not end the rollout within session_timeout.
             with suppress(TimeoutError):
                 return await self._played(task, policy)
             logger.warning("prompt %r: an agent elsewhere did not end rollout %d in time", task.prompt_id, task.index)
 
     async def _played(self, task: Task, policy: RolloutPolicy) -> Rollout:
-        """Plays one attempt: SessionHook plays a session with `_play` as its agent. Raises TimeoutError if the agent
-        did not end the rollout in time, and RolloutError if the rollout has failed.
+        """Plays one attempt at a rollout, as SessionHook does with `_play` as its agent. Raises TimeoutError if the
+        agent did not end the rollout in time, and RolloutError if the rollout has failed.
 
-        The agent waits for the answer to the request with which it ended the rollout. `settle` of its _OfferedRollout
-        gives this answer: here if the attempt fails, and otherwise when the rollout is safe (`Rollout.on_settled`).
+        The agent waits for the answer to the request with which it ended the rollout. `_OfferedRollout.settle` gives
+        this answer. This method calls `settle` if the attempt fails. Otherwise the generator calls it as
+        `Rollout.on_settled`, once the rollout is safe.
         """
         try:
             rollout = await super().__call__(task, policy)
         except BaseException as error:
             offered = self._settling.pop(id(task), None)
             if offered is not None:  # an agent has ended the rollout, and waits for the answer
-                why_lost = "the generator has given up the rollout"
-                if isinstance(error, RolloutError):
-                    why_lost = ""  # the rollout has failed: the generator has noted this, and the agent need do nothing
+                if isinstance(error, RolloutError):  # the generator has noted the failure, so the agent need do nothing
+                    why_lost = ""
+                else:
+                    why_lost = "the generator has given up the rollout"
                 offered.settle(why_lost)
             raise
         rollout.on_settled = self._settling.pop(id(task)).settle
@@ -163,32 +167,32 @@ class RemoteHook(SessionHook):
             async with asyncio.timeout(self._config.session_timeout):
                 end = await offered.ended
         except asyncio.CancelledError as error:
-            # If the rollout takes too long, rollout.py shows this note.
+            # If the generator cancels the rollout because it takes too long, rollout.py shows this note.
             error.add_note("the agent elsewhere that took it has not ended it")
             raise
         finally:
             offered.ended.cancel()  # does nothing if the agent has reported the end
             self._taken.pop(address.key, None)
-        self._settling[id(task)] = offered  # from here on, `_played` settles it
+        self._settling[id(task)] = offered  # from here on, `_played` sees to it that `offered` is settled
         if "failed" in end:
             failure = str(end["failed"])[:_MOST_SAID]
             raise RolloutError(f"the agent elsewhere failed: {whole_text(failure)}")
         return end
 
     async def _wait_for_agent(self, offered: _OfferedRollout) -> None:
-        """Returns when an agent has taken the rollout, without a time limit. Logs once that no agents come."""
+        """Waits, without a time limit, until an agent has taken the rollout. If no agents come, logs this once."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not offered.taken.is_set():
-            with suppress(TimeoutError):  # after NOBODY seconds without an agent, the lines below run
+            with suppress(TimeoutError):  # if nobody takes the rollout for NOBODY seconds, the lines below run
                 async with asyncio.timeout(NOBODY):
                     await offered.taken.wait()
                     return
-            beat()  # shows that the generator works, although nothing happens
-            away = loop.time() - max(began, self._seen_at)  # the seconds since an agent came last
-            # Agents that play other rollouts now are not missing.
-            if not self._is_missed_said and not self._taken and away >= NOBODY:
-                self._is_missed_said = True
+            beat()  # tells health checks that the generator works, although nothing happens
+            away = loop.time() - max(began, self._seen_at)  # the seconds of this wait in which no agent came
+            # If agents play other rollouts now (`_taken`), there is nothing to warn of.
+            if not self._has_warned and not self._taken and away >= NOBODY:
+                self._has_warned = True
                 logger.warning(
                     "no agent has come to %s for %.0f s, and rollouts wait: start agents that POST to %s/sessions. The "
                     "generator waits for them (said once)",
@@ -198,7 +202,7 @@ class RemoteHook(SessionHook):
                 )
 
     async def _offer(self, request: web.Request) -> web.Response:
-        """Answers a request for a rollout. If no rollout waits for an agent, this method waits up to PATIENCE."""
+        """Answers a request for a rollout. If no rollout waits for an agent, waits for one up to PATIENCE seconds."""
         self._check(request)
         origin = _origin_of(request)
         try:
@@ -215,7 +219,8 @@ class RemoteHook(SessionHook):
         self._taken[offered.address.key] = offered  # `_end` looks here for the rollout
         self.take(offered.address.key)  # from now on, `description` counts the session as taken
         offered.taken.set()  # `_play` goes on, and the time limit of the rollout begins
-        # This client may have reached the server by another name than that in `base_url`.
+        # The client gets an address with the name by which it has reached the server. It may not know the name in
+        # `base_url`.
         path = offered.address.url.removeprefix(self.base_url)
         url = f"{origin}{path}"
         offer = {
@@ -230,12 +235,12 @@ class RemoteHook(SessionHook):
         return web.json_response(offer, dumps=partial(json.dumps, default=str))
 
     async def _end(self, request: web.Request) -> web.Response:
-        """Ends a rollout. Answers when the rollout is safe, or when no group will have the rollout."""
+        """Ends a rollout. Answers once the rollout is safe, or once it is certain that no group will have it."""
         self._check(request)
         session_id = request.match_info["id"]
         body = await read_body(request)
         digest = hash((session_id, body))
-        is_repeated = digest in self._ended  # True: the client sends the same end once more, and gets the same answer
+        is_repeated = digest in self._ended  # True if the client sends the same end once more, for the same answer
         if not is_repeated:
             if session_id not in self._taken:
                 raise web.HTTPNotFound(text="no such session: it has ended or expired, or its generator has ended")
@@ -246,15 +251,16 @@ class RemoteHook(SessionHook):
             if len(self._ended) > _MOST_ENDED:
                 oldest = next(iter(self._ended))
                 del self._ended[oldest]
-        # If this client hangs up, only the wait is cancelled, and not the future: a repeated request waits for it too.
+        # If this client hangs up, only this wait is cancelled. `shield` protects the future, because a repeated request
+        # may wait for it, too.
         why_lost = await asyncio.shield(self._ended[digest])
         if why_lost:
             raise web.HTTPGone(text=utf8(why_lost[:_MOST_SAID]))
         return web.json_response({"ended": session_id})
 
     def _parsed_end(self, body: bytes) -> dict[str, Any]:
-        """The end of a rollout, as an object with the fields of a Result, or with `failed`. Raises Refusal for a body
-        that is no such object."""
+        """Parses the body of a request that ends a rollout: the JSON of an object with the fields of a Result, or with
+        `failed`. Raises Refusal for any other body."""
         try:
             end = json.loads(body)
             if not isinstance(end, dict):
@@ -267,22 +273,22 @@ class RemoteHook(SessionHook):
         return end
 
     def _check(self, request: web.Request) -> None:
-        """Raises HTTPUnauthorized unless the request has the token that the token file has at this moment, or no token
-        file is set. Notes the time of the request."""
+        """Raises HTTPUnauthorized if the request lacks the token that is in the token file at this moment. Without a
+        token file, any request passes. Notes the time of a request that passes."""
         if not self._listen.authorized(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(text="the request needs the token of sessions_token_file, as a Bearer")
         self._seen_at = asyncio.get_running_loop().time()
 
 
 def _origin_of(request: web.Request) -> str:
-    """Scheme, host and port by which this client has reached the server, as in "http://example.org:8100".
+    """The scheme, host and port by which this client has reached the server, as in "http://example.org:8100".
 
-    The server cannot know them otherwise, because it may listen on all addresses of its machine. Raises Refusal for a
-    Host header from which no address can be made.
+    They are taken from the Host header, because a server that listens on all addresses of its machine cannot know them
+    otherwise. Raises Refusal for a Host header from which no address can be made.
     """
     host = request.headers.get("Host", "")
     matched = _HOST.fullmatch(host)
-    is_usable = matched is not None and int(matched[1] or 80) in range(1, 1 << 16)  # a port is from 1 to 65535
+    is_usable = matched is not None and 1 <= int(matched[1] or 80) <= 65535  # 80 stands for a missing port
     if not is_usable:
         raise Refusal(f"the header Host is {host!r:.80}: send the name of this server, as in example.org:8100")
     return f"{request.scheme}://{host}"

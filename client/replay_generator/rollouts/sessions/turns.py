@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_NESTED = 64
-"""The deepest nesting of objects and lists in the arguments of a call. Clients read arguments by recursion, which has a
-limit."""
+"""The most levels of nested objects and lists in the arguments of a call. The limit exists because clients parse
+arguments by recursion, whose depth is limited."""
 MOST_SENTENCE = 2000
 """The most characters of a refusal. Some refusals repeat words of the request, which may be long."""
 
@@ -24,14 +24,14 @@ class Refusal(Exception):
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, field: str | None = None) -> None:
         """`status`: the HTTP status. Clients repeat a request by themselves after 429 and after every status above 499.
-        `code`: OpenAI's word for the kind of refusal, such as "context_length_exceeded"; None: OpenAI has no word.
-        `field`: the field of the request that is the reason; None: the reason is not a field."""
+        `code`: OpenAI's word for the kind of refusal, such as "context_length_exceeded"; None: OpenAI has no word for
+        it. `field`: the field of the request that is the reason for the refusal; None: no single field is."""
         message = whole_text(message)[:MOST_SENTENCE]
         super().__init__(message)
         self.status = status
         self.code = code
         self.kind = field or code or message
-        """The kind of the refusal. The log shows one refusal of each kind."""
+        """The kind of the refusal. The log shows only the first refusal of each kind."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Ask:
 
     messages: Sequence[Mapping[str, Any]] = ()
     """Each message has `role` ("system", "user", "assistant", "tool") and `content`, a text. A message of the assistant
-    may have `tool_calls`. The `function` of a call has `name` and `arguments`: an object, or the text that the policy
-    wrote in the place of an object. A message of a tool has `tool_call_id`."""
+    may have `tool_calls`. The `function` of a call has `name` and `arguments`. The arguments are an object, or the text
+    that the policy wrote in the place of an object. A message of a tool has `tool_call_id`."""
     prompt: str | Sequence[int] | None = None
     """A text, or token ids, in the place of messages. None: the request has messages."""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -57,8 +57,8 @@ class Ask:
     size: int = 0
     """The number of bytes of the request; 0: the request did not come through a network."""
     objects_only: bool = False
-    """True if the protocol allows only objects as arguments of calls. Then a turn with other arguments is answered as
-    text."""
+    """True if the protocol allows only objects as arguments of calls. Then a turn that has a call with other arguments
+    is answered as text."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class Answer:
 
 
 def object_of(arguments: str) -> dict[str, Any] | None:
-    """The object whose JSON is `arguments`; an empty object for "". None: `arguments` is no JSON of an object, or some
-    clients could not read the object.
+    """Parses `arguments` as the JSON of an object; "" is an empty object. Returns None if `arguments` are not the JSON
+    of an object, or if some clients could not read the object.
 
-    Some clients cannot read NaN, numbers too large for floating point, half of a surrogate pair, or more than
+    Some clients cannot read NaN, numbers too large for floating point, one half of a surrogate pair, or more than
     MOST_NESTED levels.
     """
     try:
@@ -112,7 +112,8 @@ def object_of(arguments: str) -> dict[str, Any] | None:
             return None
         if is_deep(value, MOST_NESTED):
             return None
-        # Raises ValueError for NaN, for infinity (as large numbers are read), and for half of a surrogate pair.
+        # Raises ValueError for NaN, for infinity (which `loads` makes of a number that is too large), and for one half
+        # of a surrogate pair.
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
@@ -120,8 +121,8 @@ def object_of(arguments: str) -> dict[str, Any] | None:
 
 
 def characters_of(ask: Ask) -> int:
-    """The number of characters of a request that the policy reads in any case: contents and tools, or the text of a
-    prompt; 0 for a prompt of tokens.
+    """Counts the characters of a request that the policy reads in any case: the contents of the messages and the tools,
+    or the text of a prompt. A prompt of tokens counts as 0.
 
     Thoughts and calls of earlier turns do not count, because a chat template may leave them out.
     """
@@ -130,7 +131,7 @@ def characters_of(ask: Ask) -> int:
     count = 0
     parts: list[Any] = [message.get("content") for message in ask.messages]
     parts += ask.tools
-    while parts:  # no recursion, because a client may send deeply nested tools
+    while parts:  # not by recursion, because a client may send deeply nested tools
         part = parts.pop()
         if isinstance(part, str):
             count += len(part)
@@ -145,7 +146,7 @@ def characters_of(ask: Ask) -> int:
 def is_deep(value: Any, levels: int) -> bool:
     """True if a list or an object is nested in at least `levels` other lists and objects."""
     values = [value]
-    for _ in range(levels):  # goes one level deeper each time
+    for _ in range(levels):  # goes one level deeper each time: from values to the values inside of them
         inner_values: list[Any] = []
         for outer in values:
             if isinstance(outer, dict):
@@ -157,5 +158,6 @@ def is_deep(value: Any, levels: int) -> bool:
 
 
 def whole_text(text: str) -> str:
-    """The text with U+FFFD in the place of each single half of a surrogate pair, which UTF-8 cannot encode."""
+    """The text with U+FFFD in the place of each half of a surrogate pair that stands alone. UTF-8 cannot encode such
+    halves."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
