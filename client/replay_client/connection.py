@@ -59,13 +59,16 @@ Timeout = float | None | Unset
 
 
 class Connection:
-    """A client's connection to one server. Raises RuntimeError in a forked process in which gRPC cannot work."""
+    """A client's connection to one server.
+
+    The constructor raises RuntimeError in a forked process in which gRPC cannot work.
+    """
 
     name = ""
     """The name of this server, if the client has several servers; empty: the client has one server."""
     is_up = True
-    """True while the server can be reached. Always True for the only server of a client: no code watches whether that
-    server can be reached."""
+    """True while the server can be reached. It is always True for the only server of a client, because no code watches
+    whether that server can be reached."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         check_grpc()
@@ -73,7 +76,7 @@ class Connection:
         self.timeout = timeout
         """Seconds; the timeout of a call that has none of its own. None: no limit."""
         self._transport: Transport | None = None
-        self._made_at = 0
+        self._forks_when_made = 0
         """The value of `forks()` when the transport was made."""
         self._old_transports: list[Transport] = []
         """The transports to earlier addresses, on which calls may still be under way."""
@@ -90,7 +93,7 @@ class Connection:
         return NOT_KNOWN if self._transport is None else self._transport.carries
 
     async def find_transport(self) -> str:
-        """As `carries`, but first finds out if the server is on this host."""
+        """Finds out whether the server is on this host, and returns `carries`, which is then known."""
         await self.transport.find_out()
         return self.carries
 
@@ -100,30 +103,30 @@ class Connection:
 
         Raises ServerClosedError after `close`, and RuntimeError after a fork.
         """
-        # A transport belongs to the event loop that runs when the transport is made. So make it at the first use.
+        # A transport belongs to the event loop that runs when the transport is made. So it is made at the first use.
         if self._transport is None:
             if self._closed:
                 raise ServerClosedError("this client is closed")
             check_grpc()
             self._transport = open_transport(self.access)
-            self._made_at = forks()
-        elif self._made_at != forks():
+            self._forks_when_made = forks()
+        elif self._forks_when_made != forks():
             raise RuntimeError(
                 "this client was used before a fork and does not work after it; make one in each process"
             )
         return self._transport
 
     def move(self, address: str) -> None:
-        """Sends new calls to `address`. Calls under way stay on the old connection and end with it."""
+        """Sends new attempts to `address`. An attempt that is under way stays on the old transport."""
         self.access = replace(self.access, address=address)
         if self._transport is not None:
             self._old_transports.append(self._transport)
             self._transport = None
 
     async def call(self, attempt: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
-        """The result of `attempt(rpc_timeout)`. Tries again until a server answers or the timeout ends.
+        """Returns the result of `attempt(rpc_timeout)`. Tries again until a server answers or the timeout ends.
 
-        `rpc_timeout` is the seconds for one attempt; None: no limit.
+        `rpc_timeout`: the seconds for one attempt; None: no limit.
         """
         patience = self.patience(timeout)
         deadline = patience.start()  # the timeout begins now, and not at the first failure
@@ -138,12 +141,13 @@ class Connection:
         return await patience.result(attempt_in_time)
 
     def patience(self, timeout: float | None) -> Patience:
-        """A Patience for calls: it tries again while the server does not answer, and raises other errors at once."""
+        """Returns a Patience for calls. It tries again while the server does not answer, and raises other errors at
+        once."""
 
         async def judge(error: Exception, late: bool) -> None:
-            """Raises the error that ends the attempts; returns if another attempt follows. `late`: the time is up.
+            """Raises an error to end the attempts, or returns to let another attempt follow.
 
-            `Patience` calls this after each attempt that failed.
+            `Patience` calls this after each attempt that failed. `late`: no time is left for another attempt.
             """
             if not isinstance(error, grpc.aio.AioRpcError):  # an error of this client, such as ServerClosedError
                 raise error
@@ -163,7 +167,7 @@ class Connection:
         return Patience(judge, timeout, first=_FIRST_PAUSE, longest=_LONGEST_PAUSE)
 
     def _no_answer(self, details: str, timeout: float | None) -> ServerUnavailableError:
-        """The error of a call that no server has answered in time. `details` is the text of gRPC's error."""
+        """Returns the error of a call that no server has answered in time. `details` is the text of gRPC's error."""
         waited = f" (tried for {timeout:.3g} s)" if timeout else ""
         host = self.address.rpartition(":")[0]
         return ServerUnavailableError(
@@ -172,17 +176,19 @@ class Connection:
         )
 
     async def unary(self, method: str, request: Message, timeout: float | None) -> Any:
-        """The server's answer to one request. Tries again until the server answers or the timeout ends."""
-        data = None  # the bytes of a request that may be sent on an idle stream, which costs half as much as a call
+        """Returns the server's answer to one request. Tries again until the server answers or the timeout ends."""
+        # A short request may be sent on an idle stream, which costs half as much as a call of its own.
+        short_request: bytes | None = None
         if method in SHORT_METHODS and request.ByteSize() <= _SHORT_BYTES:
-            data = request.SerializeToString()
+            short_request = request.SerializeToString()
 
         async def attempt(seconds: float | None) -> Any:
-            """Sends the request once: on an idle stream if it is short and few streams are busy, else as a call."""
+            """Sends the request once: on a stream if it is short and few streams are busy, otherwise as a call."""
             transport = self.transport
-            if data is not None and transport.short_calls.free:
-                requests = [pb.CallRequest(method=method, request=data)]
-                # `exchange` calls the lambda with the bytes that a message should carry. A short request ignores them.
+            if short_request is not None and transport.short_calls.free:
+                requests = [pb.CallRequest(method=method, request=short_request)]
+                # `exchange` passes to the lambda how many bytes a message should carry. The lambda ignores this number,
+                # because a short request is one message.
                 answer = await transport.short_calls.exchange(lambda _: requests, seconds)
                 if answer.code:  # 0 is the code of success
                     raise failure(answer.code, answer.message, answer.reason)
@@ -192,22 +198,27 @@ class Connection:
         return await self.call(attempt, timeout)
 
     async def insert(self, item: Item) -> pb.InsertResponse:
-        """Inserts or extends one item. Tries again as `unary`. Raises the reason if the server refuses the item."""
+        """Inserts or extends one item. Tries again like `unary`. Raises the server's error if it refuses the item."""
 
         async def attempt(seconds: float | None) -> Any:
-            # `exchange` calls the lambda with the payload bytes that each message should carry.
+            # `exchange` passes to the lambda how many payload bytes each message should carry.
             return await self.transport.inserts.exchange(lambda size: pack_items([item], size), seconds)
 
         answer: pb.InsertResponse = await self.call(attempt, item.timeout)
-        for error in answer.errors:  # at most one, because the request has one item
+        if answer.errors:
+            error = answer.errors[0]  # the only one, because the request has one item
             raise error_of(error.code, error.message, error.reason)
         return answer
 
     def doubt(self) -> None:
-        """Called when an answer is late. Does nothing here. `Shard`, one of several servers, then probes its server."""
+        """Does nothing. It is called when an answer is late, and `Shard`, one of several servers, then probes its
+        server."""
 
     async def close(self) -> None:
-        """Closes the channel. With the last channel of a process, gRPC ends its threads, and a fork is safe."""
+        """Closes the channels to the server.
+
+        When the last channel of a process is closed, gRPC ends its threads, so the process may fork safely.
+        """
         transports = list(self._old_transports)
         if self._transport is not None:
             transports.append(self._transport)
@@ -227,7 +238,8 @@ class OneServer(Connection):
     """
 
     decided = True
-    """Always True. A Fleet has True once it has tried to reach each server, and a writer waits for that."""
+    """Always True. In a Fleet, it is True once the Fleet has tried to reach each server. A writer waits until it is
+    True."""
 
     def __init__(self, access: Access, timeout: float | None) -> None:
         super().__init__(access, timeout)
@@ -253,7 +265,7 @@ class OneServer(Connection):
         return await self.ask("ListItems", request, timeout, item_page_of)
 
     async def say(self, method: str, request: Message, timeout: float | None) -> None:
-        with suppress(DeadlineExceededError, *GONE):  # a message that no server needs: ignore that none answers
+        with suppress(DeadlineExceededError, *GONE):  # no server needs this message, so it may be lost
             await self.unary(method, request, timeout)
 
     # -------------------------------------------------------------------------------------------- as a Placement
@@ -279,40 +291,44 @@ class OneServer(Connection):
 
     async def publish(self, request: pb.SetPolicyVersionRequest, timeout: float | None) -> Policy:
         request.shard_index.shards = 1  # this server alone grants all permits
-        policy: Policy = (await self.unary("SetPolicyVersion", request, timeout)).policy
+        answer = await self.unary("SetPolicyVersion", request, timeout)
+        policy: Policy = answer.policy
         return policy
 
     def watch(self) -> AsyncGenerator[Policy]:
         return watch_policy(self)
 
     async def acquire(self, request: pb.AcquirePermitsRequest, timeout: float | None) -> PermitGrant:
-        return grant_of(await self.unary("AcquirePermits", once(request), timeout))
+        answer = await self.unary("AcquirePermits", once(request), timeout)
+        return grant_of(answer)
 
     async def release(self, grant: PermitGrant, request: pb.ReleasePermitsRequest, timeout: float | None) -> int:
-        return int((await self.unary("ReleasePermits", once(request), timeout)).released)
+        answer = await self.unary("ReleasePermits", once(request), timeout)
+        return int(answer.released)
 
 
 def open_transport(access: Access) -> Transport:
-    """A transport to the server at the address of `access`, with shared memory unless it is turned off."""
+    """Makes a transport to the server at the address of `access`, with shared memory unless it is turned off."""
     return RingTransport(access) if access.shared_memory else Transport(access)
 
 
 async def watch_policy(connection: Connection) -> AsyncGenerator[Policy]:
-    """Yields the current policy of one server, then every new one. Connects again by itself.
+    """Yields the current policy of one server, then every new one. Connects again by itself if the stream breaks.
 
-    Raises the error of the connection if it cannot be made again within the timeout of `connection`.
+    Raises ServerUnavailableError if the server does not answer within the timeout of `connection`. Raises other errors
+    of the stream at once.
     """
     patience = connection.patience(connection.timeout)
-    last: tuple[int, str] | None = None  # the version and weights that were yielded last
+    last_policy: tuple[int, str] | None = None  # the version and the weights that were yielded last
     while True:
         stream = connection.transport.stream("WatchPolicy", pb.GetPolicyRequest())
         try:
             while True:
                 message = await stream.read()
-                patience.renew()  # the server answers: the timeout starts anew
+                patience.renew()  # the timeout starts anew, because the server answers
                 policy = (message.version, message.weights)
-                if policy != last:  # a new connection first sends the current policy again
-                    last = policy
+                if policy != last_policy:  # on a new stream, the server first sends the current policy again
+                    last_policy = policy
                     yield message
         except grpc.aio.AioRpcError as error:
             await patience.pause_or_raise(error)  # raises if no other attempt follows
@@ -330,20 +346,23 @@ asyncio's CancelledError.
 
 
 def reported(error: grpc.aio.AioRpcError, address: str, timeout: float | None) -> ReplayError:
-    """The error of this package for a failed call. `timeout` is the timeout of the call, in seconds."""
+    """Converts gRPC's error of a failed call to an error of this package. `timeout`: seconds of the call."""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded":
-        # This text is gRPC's own and not the server's: the server did not answer, even within _GRACE seconds more.
+        # This text is from gRPC and not from the server. So the server did not answer, even within _GRACE more seconds.
         return error_of(error.code(), f"{address} did not answer within {timeout} s")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED and error.details() == "Method not found!":
-        # This text is gRPC's own, too: the server lacks the service, or this method of the service.
-        other = f"{address} is of another version than this client, which speaks {SERVICE}"
-        return error_of(error.code(), f"{other}: install one version of replay-server on both sides")
+        # This text is from gRPC, too. The server lacks the service, or this method of the service.
+        problem = f"{address} is of another version than this client, which speaks {SERVICE}"
+        return error_of(error.code(), f"{problem}: install one version of replay-server on both sides")
     reason = (error.trailing_metadata() or {}).get(REASON_KEY, "")
     return error_of(error.code(), error.details() or "", str(reason))
 
 
 def _tls_remedy(details: str, tls: TLS | None) -> str | None:
-    """The remedy for a failed TLS handshake, found by the text of gRPC's error (`details`). None: another failure."""
+    """Returns the remedy for a failed TLS handshake. None: the failure is of another kind.
+
+    `details`: the text of gRPC's error, from which the kind of the failure is known.
+    """
     if "CERTIFICATE_VERIFY_FAILED" in details:
         reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].removesuffix(": OK")
         trusted = "the authorities that gRPC knows" if tls is None or tls.ca is None else str(tls.ca)
@@ -362,9 +381,10 @@ def _tls_remedy(details: str, tls: TLS | None) -> str | None:
 
 
 def _closed_remedy(details: str, tls: TLS | None) -> str:
-    """The remedy if the server closed the connection at once; empty: it did not.
+    """Returns the remedy if the server closed the connection at once; empty: the failure is of another kind.
 
-    gRPC does not report the reason, so the remedy is a guess from the TLS settings of the client.
+    `details`: the text of gRPC's error. This text does not say why the server closed the connection, so the remedy is a
+    guess from the TLS settings of the client.
     """
     if "Socket closed" not in details and "Connection reset by peer" not in details:
         return ""
@@ -376,7 +396,10 @@ def _closed_remedy(details: str, tls: TLS | None) -> str:
 
 
 def seconds_of(timeout: Timeout, default: float | None) -> float | None:
-    """The timeout in seconds; None: without limit. Raises InvalidRequestError for a timeout that is none."""
+    """Returns the timeout in seconds; None: no limit. Raises InvalidRequestError for a value that is no timeout.
+
+    `default`: the result for DEFAULT.
+    """
     if isinstance(timeout, Unset):
         return default
     check_timeout(timeout)
@@ -384,6 +407,6 @@ def seconds_of(timeout: Timeout, default: float | None) -> float | None:
 
 
 def check_timeout(timeout: float | None) -> None:
-    """Raises InvalidRequestError unless the timeout is a number of seconds from 0, or None."""
+    """Raises InvalidRequestError unless the timeout is None or a number of seconds that is at least 0."""
     if timeout is not None and not (isinstance(timeout, SupportsFloat) and timeout >= 0):
         raise InvalidRequestError(f"timeout must be seconds from 0, or None to wait for ever, not {timeout!r}")

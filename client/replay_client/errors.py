@@ -10,9 +10,9 @@ import grpc
 class ReplayError(Exception):
     """Base of every error of this package.
 
-    Programs read the `code`. The message is for people; do not parse it. Several classes may share a code. The server
-    then sends a second text, the `reason`, which tells the classes apart. A class with an empty `reason` stands for its
-    code without a reason, or with a reason that this client does not know.
+    Programs read the `code`. The message is for people; do not parse it. If several classes share a code, the server
+    also sends a `reason`, which tells them apart. The class with an empty `reason` is for a code that comes without a
+    reason, or with a reason that this client does not know.
     """
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
@@ -26,7 +26,7 @@ class TableNotFoundError(ReplayError):
 
 
 class InvalidRequestError(ReplayError, ValueError):
-    """The request can never succeed as it stands; nothing was changed."""
+    """The request changed nothing. It can never succeed unless it is changed."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -38,7 +38,7 @@ class StaleItemError(InvalidRequestError):
 
 
 class PayloadTooLargeError(InvalidRequestError):
-    """The item is larger than the server, or one of its tables, ever holds."""
+    """The item alone is larger than the server, or one of its tables, can ever hold."""
 
     code = grpc.StatusCode.OUT_OF_RANGE
 
@@ -53,10 +53,12 @@ class TableFullError(ReplayError):
 
 
 class ServerBusyError(ReplayError):
-    """Clients together use all that the server allows: calls, streams, outstanding samples, waiting bytes, or memory.
+    """All clients together have reached a limit of the server.
 
-    The request changed nothing. The client does not try again by itself. The same request succeeds once other requests
-    have ended, so try again after a pause. A generator waits.
+    The limits are on calls, streams, outstanding samples, waiting bytes and memory. The request changed nothing.
+
+    The client does not try again by itself. The same request succeeds once other requests have ended, so try again
+    after a pause. A generator does so by itself.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -67,7 +69,7 @@ class StorageError(ReplayError):
     """The server's disk is full or fails, or a checkpoint could not be written.
 
     The request changed nothing. The client does not try again by itself. The same request succeeds once the disk has
-    room or works again, which may need an operator. A generator waits.
+    room or works again, which may need an operator. A generator waits and tries again by itself.
     """
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -75,15 +77,15 @@ class StorageError(ReplayError):
 
 
 class DeadlineExceededError(ReplayError, TimeoutError):
-    """The wait ended before the request could proceed. The message gives the reason of the wait."""
+    """The timeout ended while the request was waiting. The message says why the request had to wait."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class ServerUnavailableError(ReplayError, ConnectionError):
-    """No server at the address answers in time, or a server answers that it cannot serve the request now, and why.
+    """No server at the address answers in time, or the server answers that it cannot serve the request now.
 
-    The request may have taken effect, or may take effect later.
+    The message gives the reason. The request may have taken effect, or may take effect later.
     """
 
     code = grpc.StatusCode.UNAVAILABLE
@@ -106,7 +108,7 @@ class ServerClosedError(ReplayError):
 
 
 class ShardDrainingError(ServerClosedError):
-    """The server takes no new items, because it is to become empty and then stop. It did not store this item.
+    """The server takes no new items, because it is being emptied before it stops. It did not store this item.
 
     A client of several servers inserts the item into another one.
     """
@@ -115,7 +117,7 @@ class ShardDrainingError(ServerClosedError):
 
 
 class LeaseEndedError(ReplayError):
-    """The lease of a batch that the insert names (`closes`, `held`) has ended, or the batch was acknowledged already.
+    """The insert names a batch (`closes`, `held`) whose lease has ended, or that was acknowledged already.
 
     Another reader may have the batch now. Nothing was inserted or added. Another attempt cannot help.
     """
@@ -130,21 +132,21 @@ class UnsupportedError(ReplayError):
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
-_KINDS = [kind for kind in list(vars().values()) if isinstance(kind, type) and issubclass(kind, ReplayError)]
+_CLASSES = [value for value in list(vars().values()) if isinstance(value, type) and issubclass(value, ReplayError)]
 """All classes of errors in this module."""
-_CLASSES = {(kind.code, kind.reason): kind for kind in _KINDS}
-"""The class of an error, by its code and reason."""
-_CLASSES[grpc.StatusCode.PERMISSION_DENIED, ""] = AuthenticationError  # a second code of this class
+_CLASS_OF = {(error_class.code, error_class.reason): error_class for error_class in _CLASSES}
+"""(code, reason) of an error -> its class."""
+_CLASS_OF[grpc.StatusCode.PERMISSION_DENIED, ""] = AuthenticationError  # a second code of this class
 STATUSES = {code.value[0]: code for code in grpc.StatusCode}
-"""The status codes by their numbers on the wire."""
+"""Number of a status code on the wire -> the status code."""
 GONE = (ServerUnavailableError, ServerClosedError)
 """The errors of a server that does not answer now. The server may be back soon, and another shard may answer."""
 
 
 def error_of(code: grpc.StatusCode | int, message: str, reason: str = "") -> ReplayError:
-    """The error for a gRPC status (an enum member or its number) and the reason that the server gave with it."""
+    """Makes the error for a gRPC status (an enum member or its number) and the reason that the server gave with it."""
     status = STATUSES.get(code, grpc.StatusCode.UNKNOWN) if isinstance(code, int) else code
-    kind = _CLASSES.get((status, reason))
-    if kind is None:  # a reason that this client does not know
-        kind = _CLASSES.get((status, ""), ReplayError)
-    return kind(message or f"the server answered {status.name} without a message")
+    error_class = _CLASS_OF.get((status, reason))
+    if error_class is None:  # this client does not know the reason, or no class has this status
+        error_class = _CLASS_OF.get((status, ""), ReplayError)
+    return error_class(message or f"the server answered {status.name} without a message")

@@ -16,23 +16,26 @@ class FolderLock:
     """Locks a folder for this process, until `release` or the end of the process. A killed process leaves no lock."""
 
     def __init__(self, folder: Path, holder: str = "training run") -> None:
-        """`holder` names the program that works in the folder, for the message that the folder is in use."""
+        """`holder`: the kind of program that works in the folder, for the message that the folder is in use."""
         self.folder = folder
         self._holder = holder
         self._file: IO[str] | None = None
         """The open file, while this process has the lock. The lock ends when the file is closed."""
 
     def acquire(self) -> str:
-        """Makes the folder if it is missing, and locks it. Returns an error text, or "" if it is locked now."""
+        """Makes the folder if it is missing, and locks it. Returns "" if this process has the lock now.
+
+        If another process has the lock, returns the text of an error that names this process.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         file = (self.folder / _NAME).open("a+")  # "w" would erase the text of the process that has the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process has the lock, and has written its name into the file
+        except BlockingIOError:  # another process has the lock, and has written its id and host into the file
             file.seek(0)
-            process = file.read().strip() or "another process"
+            owner = file.read().strip() or "another process"
             file.close()
-            return f"{self.folder} is in use by another {self._holder} ({process}): stop it, or choose another folder"
+            return f"{self.folder} is in use by another {self._holder} ({owner}): stop it, or choose another folder"
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -40,7 +43,7 @@ class FolderLock:
         return ""
 
     def release(self) -> None:
-        """Ends the lock, if this process has it. The file stays, for the next process to lock."""
+        """Ends the lock, if this process has it. The file stays, so that the next process can lock it."""
         if self._file is not None:
             self._file.close()
             self._file = None

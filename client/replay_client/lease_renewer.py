@@ -16,30 +16,28 @@ _TOGETHER = 0.05
 """Seconds that the first renewal of samples waits for more new samples, so that one request renews all of them."""
 
 OnLost = Callable[[list[SampleInfo]], None]
-"""A function that is called with samples whose lease has ended: another reader may have them now."""
-
-
+"""A function that is called with samples whose lease has ended, because another reader may have these samples now."""
 Renew = Callable[..., Awaitable[MutationResult]]
 """The type of `AsyncReplayClient.renew`."""
 
 
 class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
-    """Renews the leases of samples. `AsyncReplayClient.auto_renew()` makes it, for `async with`.
+    """Renews the leases of samples. `AsyncReplayClient.auto_renew()` makes one, for an `async with` block.
 
     The end of the `async with` block ends the renewals, but not the leases. `acknowledge` ends a lease.
     """
 
     def __init__(self, renew: Renew, lease: float, on_lost: OnLost) -> None:
-        """`lease`: seconds of each lease."""
+        """`renew`: the method of the client. `lease`: seconds of each lease."""
         self._renew = renew
         self._lease = lease
         self._on_lost = on_lost
         self._batches: dict[int, list[SampleInfo]] = {}
-        """The `info` of the samples of each lease, by the id of the lease."""
+        """Id of a lease -> the `info` of its samples. These leases are renewed."""
         self._lost_at: dict[int, float] = {}
-        """The time on the loop's clock at which the server first called a lease missing, by the id of the lease.
+        """Id of a lease -> the time, by the clock of the event loop, at which the server first reported it missing.
 
-        These leases are still in `_batches`, so that they are renewed again.
+        These leases are still in `_batches`, so they are still renewed.
         """
         self._new = asyncio.Event()
         """Set when samples were added."""
@@ -57,7 +55,7 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        """Renews the leases of these samples no more. All samples of one draw share a lease."""
+        """Stops renewing the leases of these samples. All samples of one draw share a lease."""
         for sample in samples:
             self._batches.pop(sample.info.lease_id, None)
             self._lost_at.pop(sample.info.lease_id, None)
@@ -74,41 +72,43 @@ class AsyncLeaseRenewer(AbstractAsyncContextManager["AsyncLeaseRenewer"]):
     async def _run(self) -> None:
         """Renews all leases RENEWALS times in the time of a lease, and soon after samples were added."""
         while True:
-            with suppress(TimeoutError):  # no samples were added: it is time for the next renewal
+            with suppress(TimeoutError):  # it is time for the next renewal, although no samples were added
                 async with asyncio.timeout(self._lease / RENEWALS):
                     await self._new.wait()
                     await asyncio.sleep(_TOGETHER)
             self._new.clear()
             if not self._batches:
                 continue
-            # `renew` takes samples, and reads only the lease of each. So one sample for each lease is enough.
-            samples = [Sample(infos[0], b"") for infos in self._batches.values()]
+            # `renew` reads only the lease of each sample. So one sample of each lease is enough, without its payload.
+            samples = [Sample(infos[0], payload=b"") for infos in self._batches.values()]
             try:
-                renewed = await self._renew(samples, self._lease, timeout=self._lease / RENEWALS)
+                result = await self._renew(samples, self._lease, timeout=self._lease / RENEWALS)
             except ReplayError as error:
-                # This error does not say that a lease has ended. The next answer of the server says which have ended.
+                # This error does not say that a lease has ended. The next answer says which leases have ended.
                 self._log.wait(f"leases are not renewed: {error}")
                 continue
             self._log.go_on()
-            leases = {sample.info.lease_id for sample in samples}
-            self._note_missing(set(renewed.missing), leases)
+            requested = {sample.info.lease_id for sample in samples}
+            self._note_missing(set(result.missing), requested)
 
-    def _note_missing(self, missing: set[int], leases: set[int]) -> None:
+    def _note_missing(self, missing: set[int], requested: set[int]) -> None:
         """Reports leases that are missing for the first time, and forgets leases that have been missing for long.
 
-        `leases` are those of the last renewal. A lease that `forget` has removed meanwhile is not reported.
+        `requested`: the leases that the last request was to renew. `missing`: those of them that the server reported
+        missing. Ignores a lease that `forget` removed while the request was under way.
         """
         now = asyncio.get_running_loop().time()
         lost: list[SampleInfo] = []
-        for lease in leases & self._batches.keys():
+        for lease in requested & self._batches.keys():
             if lease not in missing:
                 self._lost_at.pop(lease, None)
             elif lease not in self._lost_at:
                 self._lost_at[lease] = now
                 lost += self._batches[lease]
             elif now - self._lost_at[lease] > self._lease:
-                # A missing lease is renewed a while longer, because the leases of a shard that is away count as
-                # missing, too. By now, that shard has taken its samples back.
+                # The leases of a shard that is away count as missing, too, and the shard may come back. So a missing
+                # lease is still renewed for `_lease` seconds. After this time, even a shard that was away has taken its
+                # samples back, so the lease is forgotten.
                 del self._batches[lease]
                 del self._lost_at[lease]
         self.check()

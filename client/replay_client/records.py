@@ -68,8 +68,8 @@ class SampleInfo(Tagged):
     key: int
     priority: float
     probability: float
-    """The probability with which the sampler chose this item as the first of a request; 1 or 0 if the sampler is not
-    random."""
+    """The probability with which the sampler chooses this item as the first item of a request; 1 or 0 if the sampler is
+    not random."""
     age: float
     """Seconds since the item was inserted."""
     policy_version: int
@@ -165,9 +165,9 @@ class MutationResult:
     """The changes that an update, delete or acknowledgement made."""
 
     applied: int
-    """The number of changed items; for `acknowledge` and `renew`, of batches."""
+    """The number of changed items; for `acknowledge` and `renew`, the number of batches."""
     missing: tuple[int, ...]
-    """Keys that are not in the table; for `acknowledge` and `renew`, the leases that had ended."""
+    """Keys that are not in the table; for `acknowledge` and `renew`, the ids of leases that had ended."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class ExtendResult:
     present: tuple[str, ...] = ()
     """Names of the columns that the item had before. These columns have not changed."""
     missing: bool = False
-    """True if the server no longer has the item, so that nothing was added."""
+    """True if nothing was added, because the server no longer has the item."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,7 @@ class ServerInfo:
     max_bytes: int
     """The most bytes that all tables together may hold; 0: no bound."""
     storage: str
+    """The kind of storage of the items: "memory" or "lmdb"."""
     insert_streams: int
     """The number of open streams on which clients insert."""
     sample_streams: int
@@ -264,7 +265,7 @@ class ServerInfo:
         return bool(client.open or client.age < self.long_wait)
 
     def settings_of(self, part: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """The name and the settings of each connected client that describes itself as this part of a run.
+        """Yields the name and the settings of each connected client that describes itself as this part of a run.
 
         `part` is for example "generator" or "trainer".
         """
@@ -300,26 +301,27 @@ def shards_of(info: ServerInfo) -> Iterator[tuple[str, ServerInfo | None]]:
 
 
 def starts_of(info: ServerInfo) -> dict[str, int]:
-    """The id that each server drew at its start, by the server's name. A single server has the name "".
+    """Returns the id that each server drew at its start, by the name of the server. A single server has the name "".
 
     A server that does not answer is absent.
     """
-    starts = {name: shard.server_id for name, shard in shards_of(info) if shard is not None}
-    return starts or {"": info.server_id}
+    ids = {name: shard.server_id for name, shard in shards_of(info) if shard is not None}
+    return ids or {"": info.server_id}
 
 
 def restarted(last: ServerInfo, info: ServerInfo) -> bool:
-    """True if one of the servers in `info` has restarted since the answer `last`."""
-    before = starts_of(last)
-    return any(name in before and before[name] != start for name, start in starts_of(info).items())
+    """Returns True if one of the servers in `info` has restarted since the answer `last`."""
+    earlier_ids = starts_of(last)
+    return any(name in earlier_ids and earlier_ids[name] != server_id for name, server_id in starts_of(info).items())
 
 
 def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[float, float]]:
-    """Inserts a second and samples a second between two answers, by the name of the table.
+    """Returns the inserts per second and the samples per second between two answers, by the name of the table.
 
-    `last` is the earlier answer. The result is empty if there is none, if a server has restarted in between, and if
-    other servers answered then than now: a shard that answers again brings counts of the time in which it did not
-    answer. A table is absent if `last` does not have it, or if its counters were set to 0 in between.
+    `last` is the earlier answer. The result is empty if there is no earlier answer, or if a server has restarted in
+    between. It is also empty if the two answers are not of the same servers, because a shard that answers again also
+    counts what happened while it did not answer. A table is absent if `last` does not have it, or if its counters were
+    set to 0 in between.
     """
     if last is None or starts_of(last) != starts_of(info):
         return {}
@@ -328,23 +330,23 @@ def rates_between(last: ServerInfo | None, info: ServerInfo) -> dict[str, tuple[
         return {}
     rates: dict[str, tuple[float, float]] = {}
     for name, table in info.tables.items():
-        before = last.tables.get(name)
-        if before is None:
+        earlier_table = last.tables.get(name)
+        if earlier_table is None:
             continue
-        inserts = table.inserts - before.inserts
-        samples = table.samples - before.samples
+        inserts = table.inserts - earlier_table.inserts
+        samples = table.samples - earlier_table.samples
         if inserts >= 0 and samples >= 0:  # below 0: `reset` has set the counters to 0
             rates[name] = (inserts / seconds, samples / seconds)
     return rates
 
 
-@lru_cache(maxsize=2048)  # each answer of a server has hundreds of clients, whose settings are read a dozen times
+@lru_cache(maxsize=2048)  # an answer of a server may have hundreds of clients, whose settings are read a dozen times
 def read_described(text: str) -> Mapping[str, Any]:
-    """The settings with which a client described itself (`AsyncReplayClient.describe`), by name.
+    """Returns the settings with which a client described itself (`AsyncReplayClient.describe`), by name.
 
     `text` is the field `settings` of a ClientInfo: a JSON object whose values are texts. Each value is parsed as JSON,
     or stays a text if it is no JSON. A client may send anything, so `tables` is left out unless it is a list of names.
-    The result is read-only, because the cache returns it again.
+    The result is read-only, because the cache returns the same object to all callers.
     """
     settings = {name: _parsed(value) for name, value in json.loads(text or "{}").items()}
     tables = settings.get("tables")
@@ -354,7 +356,7 @@ def read_described(text: str) -> Mapping[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text; the text itself if it is no JSON."""
+    """Returns the value of a JSON text, or the text itself if it is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -362,13 +364,13 @@ def _parsed(text: str) -> Any:
 
 
 def grant_of(message: pb.Permits, shard: str = "") -> PermitGrant:
-    """The record of a message with permits. `shard` is the name of the server that granted them."""
+    """Returns the record of a message with permits. `shard` is the name of the server that granted them."""
     return PermitGrant(message.grant, message.count, message.ttl, shard)
 
 
 def server_info_of(message: pb.ServerInfo) -> ServerInfo:
-    """The record of a message about a server and its tables."""
-    # The message has fields of the same names. The record has four of them in another form.
+    """Returns the record of a message about a server and its tables."""
+    # Each field of the record has the name of a field of the message. Four of them have another form in the record.
     values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(ServerInfo)}
     values["admission"] = message.admission if message.HasField("admission") else None
     values["tables"] = {table.name: table for table in message.tables}
@@ -378,10 +380,10 @@ def server_info_of(message: pb.ServerInfo) -> ServerInfo:
 
 
 def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: bool = False) -> list[Sample]:
-    """The samples of a batch.
+    """Returns the samples of a batch.
 
-    `first` is the message with the columns of all rows, and `payloads` has one payload for each row. `leased`: the
-    batch has a lease, so the id of the draw becomes the `lease_id` of each sample.
+    `first` is the first message of the answer, which has the columns of all rows. `payloads` has one payload for each
+    row. `leased`: the batch has a lease, so the id of the batch becomes the `lease_id` of each sample.
     """
     lease = first.batch if leased else 0
     labels = _labels((), first.tags, len(first.keys))
@@ -396,26 +398,43 @@ def samples_of(first: pb.SampleResponse, payloads: Sequence[Buffer], leased: boo
         payloads,
         strict=True,
     )
-    now = first.policy_version
+    current_version = first.policy_version
     size = first.table_size
     # This code runs for every sample, so it has a comprehension and positional arguments, which are fast.
     return [
         Sample(
-            SampleInfo(key, priority, chance, age, version, max(0, now - version), times, size, lease, "", of_row),
+            SampleInfo(
+                key,
+                priority,
+                probability,
+                age,
+                version,
+                max(0, current_version - version),
+                times,
+                size,
+                lease,
+                "",
+                item_labels,
+            ),
             payload,
         )
-        for key, priority, chance, age, version, times, of_row, payload in columns
+        for key, priority, probability, age, version, times, item_labels, payload in columns
     ]
 
 
 def _labels(columns: Sequence[pb.Columns], tags: Sequence[pb.Tags], n: int) -> Iterable[Labels]:
-    """The labels of each of the n rows of a message."""
+    """Returns the labels of each of the n rows of a message."""
     return labels_of_rows(columns, tags, n) or repeat(NO_LABELS, n)
 
 
 def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[StoredItem]:
-    """The items of a response. `first` is the message with the columns. `payloads` has one entry for each row."""
-    tables: list[dict[str, Membership]] = [{} for _ in first.keys]  # of each row, the item's state by table
+    """Returns the items of a response.
+
+    `first` is the first message of the response, which has the columns of all rows. `payloads` has one payload for each
+    row.
+    """
+    # For each row: name of a table -> state of the item in this table.
+    tables: list[dict[str, Membership]] = [{} for _ in first.keys]
     for member in first.memberships:
         rows = zip(member.rows, member.priorities, member.times_sampled, member.effective_priorities, strict=True)
         for row, priority, times, effective_priority in rows:
@@ -429,14 +448,14 @@ def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[S
         _labels(first.columns, first.tags, len(first.keys)),
         strict=True,
     )
-    now = first.policy_version
+    current_version = first.policy_version
     items: list[StoredItem] = []
     for key, age, version, memberships, payload, labels in columns:
         item = StoredItem(
             key=key,
             age=age,
             policy_version=version,
-            staleness=max(0, now - version),
+            staleness=max(0, current_version - version),
             tables=memberships,
             payload=payload,
             labels=labels,
@@ -446,7 +465,7 @@ def stored_items_of(first: pb.GetResponse, payloads: Sequence[Buffer]) -> list[S
 
 
 def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
-    """The page that a response holds, with its rows in the same order."""
+    """Returns the page of a response. The items are in the order of the rows of the response."""
     columns = zip(
         response.keys,
         response.priorities,
@@ -456,10 +475,10 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
         response.payload_sizes,
         response.effective_priorities,
         _labels(response.columns, response.tags, len(response.keys)),
-        _labels(response.missing_columns, (), len(response.keys)),  # labels that hold the names of missing columns
+        _labels(response.missing_columns, (), len(response.keys)),  # each holds the names of the row's missing columns
         strict=True,
     )
-    now = response.policy_version
+    current_version = response.policy_version
     items: list[ItemInfo] = []
     for key, priority, age, version, times_sampled, nbytes, effective_priority, labels, missing in columns:
         item = ItemInfo(
@@ -467,7 +486,7 @@ def item_page_of(response: pb.ListItemsResponse) -> ItemPage:
             priority=priority,
             age=age,
             policy_version=version,
-            staleness=max(0, now - version),
+            staleness=max(0, current_version - version),
             times_sampled=times_sampled,
             nbytes=nbytes,
             effective_priority=effective_priority,

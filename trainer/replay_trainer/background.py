@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 class HostCopy:
-    """Copies of tensors in host memory. Each copy reuses the buffers, so only the newest copy is valid.
+    """Copies tensors into host memory. All calls of `take` write into the same buffers, so only the newest copy is
+    valid.
 
     The buffers are reused because it takes longer to allocate a gigabyte than to copy it.
     """
@@ -32,19 +33,20 @@ class HostCopy:
         self._buffers: dict[str, Tensor] = {}
         """The buffer of each tensor, by its path in the tree, such as "/state/lm_head.weight/exp_avg"."""
         self._copied: torch.cuda.Event | None = None
-        """The GPU reaches this event after the newest copy. None: that copy had no tensor of a GPU."""
+        """The event that the GPU reaches when the newest copy is complete. None: this copy had no tensor on a GPU."""
 
     def take(self, tree: Any) -> Any:
         """Returns `tree`, made of dicts, lists, tensors and other values, with a copy in the place of each tensor.
 
         Tensors that share memory share their copy, so tied weights stay tied. Copies from a GPU are complete only after
-        `wait`. But the caller may change the tensors at once: the GPU makes these changes after the copies.
+        `wait`. The caller may nevertheless change the tensors at once, because the GPU makes the copies before it makes
+        these changes.
         """
         on_gpu: list[Tensor] = []
-        copied = self._take(tree, "", {}, on_gpu)
+        copied = self._take(tree, path="", shared={}, on_gpu=on_gpu)
         self._copied = None
         if on_gpu:
-            # All copies of one GPU are in its current stream, so the GPU reaches the event after the last of them.
+            # The GPU makes all copies in its current stream, so it reaches the event after the last copy.
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(on_gpu[0].device))
         return copied
@@ -55,9 +57,9 @@ class HostCopy:
             self._copied.synchronize()
 
     def _take(self, tree: Any, path: str, shared: dict[Any, Tensor], on_gpu: list[Tensor]) -> Any:
-        """Returns the copy of a part of the tree. `path`: the place of this part in the tree.
+        """Returns the copy of `tree`, which is a part of the whole tree. `path`: the place of this part.
 
-        Adds each copy to `shared`, by the identity of its tensor, and each tensor of a GPU to `on_gpu`.
+        Adds new copies to `shared`, by the identity of their tensors, and the tensors of a GPU to `on_gpu`.
         """
         if isinstance(tree, dict):
             return {name: self._take(value, f"{path}/{name}", shared, on_gpu) for name, value in tree.items()}
@@ -66,15 +68,15 @@ class HostCopy:
         if not isinstance(tree, Tensor):
             return tree
         tensor = tree.detach()
-        # Tensors that share memory, such as tied weights, are equal in these four.
+        # Two tensors with the same identity, such as tied weights, share their memory.
         identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        # An empty tensor is never shared: all empty tensors have the same address, and share no memory.
+        # Empty tensors are left out, because all of them have the same address although they share no memory.
         if tensor.numel() and identity in shared:
             return shared[identity]
         buffer = self._buffers.get(path)
-        # The first copy of this tensor, or a tensor that has changed its form, needs a new buffer.
+        # The first copy of this tensor needs a new buffer, and so does a tensor whose shape or dtype has changed.
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            # Only into pinned memory can a GPU copy while the CPU goes on (`non_blocking`).
+            # The CPU can go on during a copy from a GPU (`non_blocking`) only if the buffer is in pinned memory.
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[path] = buffer
         assert buffer.device.type == "cpu", buffer.device
@@ -86,36 +88,37 @@ class HostCopy:
 
 
 class BackgroundTask:
-    """Runs one function at a time on a thread, and keeps its error for the thread that asks."""
+    """Runs one function at a time on a thread, and keeps the error of this function until `take_error` returns it."""
 
     def __init__(self, name: str) -> None:
-        # One thread for all functions, because the start of a thread would delay the loop by a millisecond or more.
-        # Python waits for this thread before it exits, so a write is always finished.
-        self._thread = ThreadPoolExecutor(1, name)
+        # One thread runs all functions, because the start of a thread would delay the training loop by a millisecond or
+        # more. Python waits for this thread before it exits, so a write is always finished.
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._work: Future[object] | None = None
-        """The newest function, running or ended. None: there was none, or `take_error` was called after its end."""
+        """The future of the newest function, which is running or has ended. None: there was no function, or
+        `take_error` was called after its end."""
 
     def start(self, function: Callable[[], object]) -> None:
-        """Starts the function. The function before it must have ended: call `wait` first."""
+        """Starts the function. The previous function must have ended, so call `wait` first."""
         assert self._work is None or self._work.done(), "it runs one function at a time"
-        self._work = self._thread.submit(function)
+        self._work = self._executor.submit(function)
 
     def wait(self, only_while: Callable[[], bool] = lambda: True) -> bool:
-        """Waits until the function has ended, or until `only_while`, which is called every half second, returns False.
+        """Waits until the function has ended, or until `only_while` returns False.
 
-        Returns True if the function has ended, or if there was none.
+        Calls `only_while` every half second. Returns True if the function has ended, or if there was none.
         """
-        # The wait is cut into half seconds also because Python handles a signal that arrives just before a wait only
-        # after that wait.
-        while self._work is not None and not wait([self._work], 0.5).done:
+        # The half second also limits how late a signal is handled. If a signal arrives just before a call of
+        # `futures.wait` blocks, Python handles the signal only after this call.
+        while self._work is not None and not wait([self._work], timeout=0.5).done:
             if not only_while():
                 return False
         return True
 
     def take_error(self) -> BaseException | None:
-        """The error of the newest function. None: there is no function, it is running, or it has succeeded.
+        """Returns the error of the newest function, but each error only once.
 
-        Returns each error only once.
+        None: there is no function, it is still running, it has succeeded, or its error was returned before.
         """
         if self._work is None or not self._work.done():
             return None
@@ -129,34 +132,34 @@ class DaemonThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work: queue.SimpleQueue[tuple[Callable[[], object], Future[object]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], object], Future[object]]] = queue.SimpleQueue()
         """The functions that are still to run, each with the future of its result."""
-        self._runs = False
+        self._is_started = False
         """True once the thread was started."""
 
     def start(self, function: Callable[[], object]) -> Future[object]:
-        """Starts `function` after all functions of earlier calls. Returns a future of its result."""
-        if not self._runs:
+        """Lets the thread run `function` after the functions of all earlier calls. Returns a future of its result."""
+        if not self._is_started:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
-            self._runs = True
+            self._is_started = True
         result: Future[object] = Future()
-        self._work.put((function, result))
+        self._queue.put((function, result))
         return result
 
     def _run(self) -> None:
         """Runs the functions in the thread, until the program ends."""
         while True:
-            function, result = self._work.get()
+            function, result = self._queue.get()
             try:
                 result.set_result(function())
-            except BaseException as error:  # for the caller of `result.result()`; this thread goes on
-                result.set_exception(error)
+            except BaseException as error:
+                result.set_exception(error)  # `result.result()` raises the error, and this thread goes on
 
 
 def through_restarts(client: ReplayClient, attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, which is repeated if the server was away.
+    """Calls `attempt` and returns its result. If the server is away, waits for the server and calls `attempt` again.
 
-    Waits for the server as long as the timeout of `client` says, and then raises ServerUnavailableError.
+    Raises ServerUnavailableError after a wait that was as long as the timeout of `client`.
     """
     while True:
         try:
@@ -170,22 +173,22 @@ LOOK_SECONDS = 2.0
 
 
 def over(limit: str, error: DeadlineExceededError) -> DeadlineExceededError:
-    """The error of a wait that was too long. `limit`: the setting that ended the wait, with its value."""
+    """Returns `error` with a remedy in its message. `limit`: the setting that ended the wait, with its value."""
     return DeadlineExceededError(
         f"{error}; {limit} is over: raise it, or leave it out, and go on with --resume (resume=True)"
     )
 
 
 class ServerWaits:
-    """Logs that one thread waits for the server, and why: after half a minute, then every half minute, and when the
-    thread goes on.
+    """Logs the waits of one thread for the server, with the reason of each wait.
 
-    Logs within seconds if the server is gone, if it answers again, and if it was restarted.
+    The first line comes after half a minute of waiting, and another line follows every half minute. A last line comes
+    when the thread goes on. If the server is gone, answers again, or was restarted, a line comes within seconds.
 
-    A thread in the background checks the current wait every few seconds. This thread does not start and end with each
-    wait: a step has several waits, most of them shorter than the time between two checks, and starting and joining a
-    thread takes a millisecond or more. The thread ends when two checks in a row find no wait. The next wait starts it
-    again.
+    A background thread checks the current wait every few seconds. A step has several waits, and most of them are
+    shorter than the time between two checks. Starting and joining a thread takes a millisecond or more. So the
+    background thread does not start and end with each wait. It ends when two checks in a row find no wait, and the next
+    wait starts it again.
     """
 
     def __init__(
@@ -200,44 +203,52 @@ class ServerWaits:
         limit: str = "the timeout",
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """`table`: the table of the groups, if the waits are for groups. `seconds`: the time between two messages.
-        `look_seconds`: the time between two checks of the server. `quiet`: log nothing. `suppliers`: ends a wait for
-        groups if no more groups will come; None: the deadline of a batch ends the wait. `limit`: the setting with this
-        deadline, and its value, for the error. `look`: called every second during a wait for groups; an error that it
-        raises ends the wait."""
+        """`table`: the table of the groups, if the waits are for groups.
+
+        `seconds`: the time between two lines of the log. `look_seconds`: the time between two checks of the server.
+        `quiet`: log nothing.
+
+        `suppliers`: ends a wait for groups if no more groups will come. None: the deadline of a batch ends the wait.
+        `limit`: the setting that sets this deadline, with its value, for the error.
+
+        `look`: is called every second during a wait for groups. If `look` raises an error, the wait ends with it.
+        """
         self._client = client
         self._table = table
         self._quiet = quiet
         self._suppliers = suppliers
         self._limit = limit
         self._check_wait = look
-        """The parameter `look`. It may end a wait. The method `_look` asks the server for the reason of a wait."""
+        """The parameter `look`, which may raise an error to end a wait."""
         self._deserted = ""
-        """The reason why no groups will come; "": groups may come."""
+        """The reason why no groups will come, from the newest check of `_suppliers`; "": groups may come."""
         self._lock = threading.Lock()
-        """Guards `_wait` and `_watched`, which both threads use."""
+        """Guards `_wait` and `_is_watched`, which the waiting thread and the background thread use."""
         self._wait: tuple[str, WaitLog] | None = None
-        """The current wait: (what is waited for, its log); None: no wait."""
-        self._watched = False
-        """True while the thread that checks the waits is running."""
+        """The current wait: what the thread waits for, such as "for groups", and the log of this wait. None: the thread
+        does not wait."""
+        self._is_watched = False
+        """True while the background thread is running."""
         self._seconds = seconds
         self._look_seconds = look_seconds
         self._server_id: int | None = None
-        """The id of the server at its last answer, which differs after a restart; None: it has not answered yet."""
+        """The id in the server's last answer. A restart changes the id. None: the server has not answered yet."""
         self._gone = False
         """True if the server did not answer the last check."""
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields `batches`, and logs every long wait for one. After an error, `batches` must be able to go on: unlike a
-        generator, a `Sampler` can.
+        """Yields `batches`, and logs every long wait for a batch.
 
-        Raises the errors of `batches`, except for a deadline that passes while the server is away. In that case, waits
-        for the server as long as the timeout of the client says, and then raises ServerUnavailableError. With
-        `suppliers`, a deadline does not end the wait, but is the time to check the suppliers.
+        `batches` must be able to go on after it has raised an error. A `Sampler` can, but a generator cannot.
+
+        Raises the errors of `batches`, except for two kinds of DeadlineExceededError. If a deadline passes while the
+        server is away, waits for the server, and raises ServerUnavailableError after the timeout of the client. If a
+        deadline passes although the server answers, and there are `suppliers`, `Suppliers.check` decides whether the
+        wait goes on.
         """
         while True:
             self._deserted = ""
-            # `looking`: the client calls `_check_wait` every second in which this thread waits for the server.
+            # `looking` lets the client call `_check_wait` every second while this thread waits for the server.
             with self.waiting("for groups"), looking(self._check_wait):
                 batch = self._next(batches)
             if batch is None:
@@ -246,77 +257,84 @@ class ServerWaits:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Logs a long wait for `what` inside of the block. An inner `waiting` block counts as a part of the outer
-        block."""
+        """Logs a long wait inside of the block. `what`: what the thread waits for, such as "for groups".
+
+        A `waiting` block inside of another one does nothing, because the outer block logs the whole wait.
+        """
         if self._quiet or self._wait is not None:
             yield
             return
         try:
             with self._lock:
-                # `late`: the first line is logged only after `every` seconds.
+                # With `late`, the first line is logged only after `every` seconds.
                 self._wait = (what, WaitLog("the trainer", every=self._seconds, late=True))
-                start_thread = not self._watched
-                self._watched = True
-            if start_thread:
+                needs_thread = not self._is_watched
+                self._is_watched = True
+            if needs_thread:
                 threading.Thread(target=self._watch, name="wait-log", daemon=True).start()
             yield
         except BaseException:
             with self._lock:
-                self._wait = None  # without a message that the thread goes on
+                self._wait = None  # no line says that the trainer goes on
             raise
         else:
             with self._lock:
-                ended = self._wait
+                ended_wait = self._wait
                 self._wait = None
-                if ended is not None:  # None: two threads waited, and the other thread has ended the wait
-                    _, log = ended
+                if ended_wait is not None:  # None: two threads waited, and the other thread has ended the wait
+                    _, log = ended_wait
                     log.go_on()  # logs that the trainer goes on, if a line about this wait was logged
 
     def _next(self, batches: Iterator[Any]) -> Any:
-        """The next batch; None: there are no more. See `watch` for the errors."""
+        """Returns the next batch; None: there are no more batches. See `watch` for the errors."""
         while True:
             try:
                 return through_restarts(self._client, lambda: next(batches, None))
             except DeadlineExceededError as error:
-                # Was the deadline over because the server is away, or because there were no groups?
+                # Either the server is away, or there were no groups. A short call tells which of the two.
                 try:
                     self._client.policy(timeout=self._look_seconds)
                 except ReplayError:
-                    self._client.policy()  # waits for the server, and raises ServerUnavailableError after the timeout
+                    # The server is away: wait for it. This call raises ServerUnavailableError after the timeout.
+                    self._client.policy()
                     continue
                 # The server answers, so there were no groups.
                 if self._suppliers is None:
                     raise over(self._limit, error) from None
-                # Raises DeadlineExceededError if no more groups will come. Otherwise the wait goes on.
+                # `check` raises DeadlineExceededError if it has found for long that no more groups will come.
                 self._deserted = self._suppliers.check()
 
     def _watch(self) -> None:
-        """Checks and logs the waits. Runs in a thread of its own, because the trainer's thread is blocked.
+        """Checks and logs the waits. Runs in the background thread, because the thread that waits is blocked.
 
         Returns when two checks in a row find no wait.
         """
-        now = self._wait
+        current = self._wait
         while True:
             time.sleep(min(self._look_seconds, self._seconds))
             with self._lock:
-                before = now
-                now = self._wait
-                if before is None and now is None:
-                    self._watched = False
+                previous = current  # the wait that the previous check found
+                current = self._wait
+                if previous is None and current is None:
+                    self._is_watched = False
                     return
-            if now is None or now is not before:  # no wait, or a wait that began after the check before
+            if current is None or current is not previous:  # no wait, or one that began after the previous check
                 continue
-            what, log = now
-            reason, is_news = self._look()
+            what, log = current
+            reason, is_news = self._ask_reason()
             with self._lock:
-                if self._wait is now:  # otherwise the wait ended while `_look` asked the server
+                if self._wait is current:  # otherwise the wait ended while the server was asked
                     log.wait(f"waiting {what}: {reason}", is_news=is_news)
 
-    def _look(self) -> tuple[str, bool]:
-        """The reason for the wait, and True if it is news: the server is gone, answers again, or was restarted."""
+    def _ask_reason(self) -> tuple[str, bool]:
+        """Asks the server for the reason of the wait. Returns the reason, and True if the reason is news.
+
+        It is news that the server is gone, answers again, or was restarted.
+        """
         try:
             tables = [self._table] if self._table else []
-            # Longer than the time between two checks: a busy server that answers late is not gone.
+            # This timeout is longer than the time between two checks, because a busy server that answers late is not
+            # gone.
             info = self._client.server_info(tables=tables, timeout=5 * self._look_seconds)
         except ReplayError as error:
             was_gone = self._gone

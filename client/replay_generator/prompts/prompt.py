@@ -52,35 +52,43 @@ class Prompt:
     row: Mapping[str, Any]
     """The whole row from which the prompt was made."""
     tags: Mapping[str, TagValue] = field(default_factory=dict)
-    """The tags of groups of this prompt: the fields of the row's `tags`, if that is an object, without null fields."""
+    """The tags that the groups of this prompt get.
+
+    They are the fields of the object `tags` in the row, without null fields. Empty: the row's `tags` is no object."""
 
     @classmethod
     def of(cls, source: Prompt | Mapping[str, Any] | str | Sequence[Message], prompt_field: str = "prompt") -> Prompt:
-        """Makes a prompt of a row with a `prompt_field`, of a text, or of a list of messages.
+        """Makes a prompt of a row with a `prompt_field`, of a text, or of a list of messages. A Prompt stays as it is.
 
-        `prompt_field` may be a path: `extra_info.question`. The values of the row are converted to Python's own types
-        (`plain_row`), and the messages are cleaned (`chat.clean`). The prompt's `prompt_id` is `row["prompt_id"]`, a
-        text or a number. If the row has no `prompt_id`, a hash of the content and of the row's other fields is used.
+        `prompt_field` may be a path, such as `extra_info.question`. The values of the row are converted to Python's own
+        types (`plain_row`), and the messages are cleaned (`chat.clean`). The prompt's `prompt_id` is
+        `row["prompt_id"]`, which must be a text or a number. If the row has no `prompt_id`, a hash of the content and
+        of the row's other fields is used.
 
         Raises ValueError if the content is missing, empty, or neither a text nor messages. Also raises ValueError for
-        values that no store can hold, such as half of a surrogate pair, for `tools` and `chat_template_kwargs` that no
-        template accepts, and for tags that no item can have.
+        values that no store can hold, such as half of a surrogate pair, for a `prompt_id` that is too long or neither
+        a text nor a number, for `tools` and `chat_template_kwargs` that no template accepts, and for tags that no item
+        can have.
         """
         if isinstance(source, Prompt):
             return source
         row, content, tags = _parsed(source, prompt_field)
-        prompt_id = _named(row.get("prompt_id"))
+        prompt_id = _given_id(row.get("prompt_id"))
         if not prompt_id:
             other_fields = {name: value for name, value in row.items() if name != prompt_field}
-            prompt_id = _id_of(content, other_fields)
+            prompt_id = _hashed_id(content, other_fields)
         return cls(prompt_id=prompt_id, content=content, row=row, tags=tags)
 
     def packed(self) -> bytes:
-        """The bytes for `unpacked`. Raises PromptError if the row has a value for which msgpack has no type."""
+        """Packs the prompt into bytes, from which `unpacked` makes the same prompt.
+
+        Raises PromptError if the row has a value for which msgpack has no type.
+        """
+        # `row` and `tags` may be mappings of other types. msgpack packs only a dict.
         fields = {**vars(self), "row": dict(self.row), "tags": dict(self.tags)}
         try:
-            # msgpack calls `_packed_number` for values for which it has no type. The call may raise TypeError.
-            packed: bytes = msgpack.packb(fields, default=_packed_number)
+            # msgpack calls `_packed_big_integer` for each value for which it has no type. That may raise TypeError.
+            packed: bytes = msgpack.packb(fields, default=_packed_big_integer)
         except (TypeError, ValueError, OverflowError) as error:
             raise PromptError(
                 f"prompt {self.prompt_id!r:.80} cannot be stored in a table: {error}; leave out the field of its row "
@@ -90,22 +98,26 @@ class Prompt:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Prompt:
-        """The prompt in these bytes. Raises an error for bytes that `packed` cannot have made."""
-        fields = msgpack.unpackb(packed, strict_map_key=False, ext_hook=_unpacked_number)
+        """Makes the prompt from bytes that `packed` returned. Raises an exception of any type for damaged bytes."""
+        fields = msgpack.unpackb(packed, strict_map_key=False, ext_hook=_unpacked_big_integer)
         prompt_id = fields["prompt_id"]
         row = fields["row"]
         if not isinstance(prompt_id, str) or not isinstance(row, Mapping):
             raise ValueError(f"a prompt needs a text as its prompt_id and an object as its row, not {prompt_id!r:.80}")
-        prompt = cls(prompt_id, _content("content", fields["content"]), row, _tags(fields["tags"]))
-        prompt.template()  # raises an error for arguments that no template accepts
+        content = _checked_content("content", fields["content"])
+        tags = _checked_tags(fields["tags"])
+        prompt = cls(prompt_id=prompt_id, content=content, row=row, tags=tags)
+        prompt.template()  # raises ValueError for arguments that no template accepts
         return prompt
 
     def as_chat(self, system: str | None = None) -> Prompt:
-        """The prompt as messages. A text becomes a message of the user.
+        """Returns the prompt as a chat. If the content is a text, it becomes one user message.
 
-        `system`: the text of a message of the system, which is put first unless the first message is one already; None:
-        no text. Raises ValueError for `tools` that no template accepts: they were not checked as long as the prompt was
-        a text.
+        `system`: the text of a system message that is put before the other messages; None: no message is added. Nothing
+        is added, either, if the first message has the role `system` or `developer`.
+
+        Raises ValueError for `tools` that no template accepts. The `tools` of a text were not checked before, because a
+        text is completed without a template.
         """
         messages = self.content
         if isinstance(messages, str):
@@ -113,30 +125,34 @@ class Prompt:
         if system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = ({"role": "system", "content": system}, *messages)
         prompt = replace(self, content=messages)
-        prompt.tools()  # raises the ValueError
+        prompt.tools()  # raises ValueError for tools that no template accepts
         return prompt
 
     def tools(self) -> list[Any]:
-        """The tools for the chat template: the row's `tools`. A prompt that is a text has no tools.
+        """Returns the tools for the chat template, from the row's field `tools`. A prompt that is a text has no tools.
 
-        Raises ValueError if the column holds anything else.
+        Raises ValueError if the field is neither a list of tools nor the JSON of such a list.
         """
         if isinstance(self.content, str):
             return []
         return chat.tools_of(self.row.get("tools"))
 
     def template(self) -> dict[str, Any]:
-        """The row's own arguments for the chat template: its `chat_template_kwargs`.
+        """Returns the row's own arguments for the chat template, from its field `chat_template_kwargs`.
 
-        Raises ValueError if the column holds anything else.
+        Raises ValueError if the field is neither an object nor the JSON of an object, or if it has an argument that the
+        row may not set.
         """
         return chat.template_of(self.row.get("chat_template_kwargs"))
 
     def tokenize(self, tokenizer: Any, *, began: datetime | None = None, **template: Any) -> list[int]:
-        """The token ids (P,). The tokenizer's chat template renders messages, by `chat.render`.
+        """Returns the token ids of the prompt (P,). A chat is first rendered by the tokenizer's chat template.
 
-        The template gets the arguments `template`, replaced by those of the row. `began`: when the rollout began; None:
-        now. If the last message is of the assistant, the completion continues that message. Raises PromptError.
+        `began`: when the rollout began; None: now. `template`: arguments for the chat template. An argument in the
+        row's `chat_template_kwargs` replaces the argument of the same name in `template`.
+
+        If the last message is of the assistant, the completion continues that message. Raises PromptError if the prompt
+        cannot be tokenized.
         """
         try:
             arguments = {**template, **self.template()}
@@ -148,24 +164,26 @@ class Prompt:
             raise PromptError(f"prompt {self.prompt_id!r} cannot be tokenized: {error}") from error
 
 
-_NUMBER = 1
-"""The code of the extension type, in msgpack, for whole numbers of more than 64 bits."""
+_BIG_INTEGER = 1
+"""The code of the extension type of msgpack by which a prompt stores integers of more than 64 bits."""
 
 
-def _packed_number(value: Any) -> msgpack.ExtType:
-    """The extension for a whole number of more than 64 bits: its hexadecimal digits.
+def _packed_big_integer(value: Any) -> msgpack.ExtType:
+    """Packs an integer of more than 64 bits as an extension type, with the hexadecimal digits of the integer as data.
 
-    msgpack calls this for each value for which it has no type. Raises TypeError for any other value.
+    msgpack calls this function for each value for which it has no type. Raises TypeError if `value` is no integer.
     """
     if not isinstance(value, int):
         name = type(value).__name__
         article = "an" if name[:1].lower() in "aeiou" else "a"
         raise TypeError(f"{article} {name} has no type there")
-    return msgpack.ExtType(_NUMBER, b"%x" % value)
+    hex_digits = b"%x" % value
+    return msgpack.ExtType(_BIG_INTEGER, hex_digits)
 
 
-def _unpacked_number(code: int, data: bytes) -> int:
-    if code != _NUMBER:
+def _unpacked_big_integer(code: int, data: bytes) -> int:
+    """Returns the integer that `_packed_big_integer` has packed. Raises ValueError for any other extension type."""
+    if code != _BIG_INTEGER:
         raise ValueError(f"a prompt has no extension {code}")
     return int(data, 16)
 
@@ -173,10 +191,12 @@ def _unpacked_number(code: int, data: bytes) -> int:
 def _parsed(
     source: Mapping[str, Any] | str | Sequence[Message], prompt_field: str
 ) -> tuple[dict[str, Any], str | tuple[Message, ...], dict[str, TagValue]]:
-    """The row, the content and the tags of a prompt. Raises ValueError for a row that is no prompt."""
+    """Returns the row, the content and the tags of the prompt in `source`. Raises ValueError if it is no prompt."""
     if hasattr(source, "to_dict"):  # a row of pandas
         source = source.to_dict()
-    row = plain_row(source if isinstance(source, Mapping) else {prompt_field: source})
+    if not isinstance(source, Mapping):  # a text or messages, which become a row with one field
+        source = {prompt_field: source}
+    row = plain_row(source)
     try:
         value = field_of(row, prompt_field)
     except KeyError as error:
@@ -184,22 +204,26 @@ def _parsed(
             f"a row needs the field {prompt_field!r}; {error.args[0]}: name one of them with --prompt-field "
             "(prompt_field)"
         ) from None
-    content = _content(prompt_field, value)
-    # Both calls only check the row: they raise ValueError.
-    _named(row.get("prompt_id"))
-    _check_columns(content, row)
-    return row, content, _tags(row.get("tags"))
+    content = _checked_content(prompt_field, value)
+    # The results of these two calls are not needed here. The calls raise ValueError if the row has a bad field.
+    _given_id(row.get("prompt_id"))
+    _check_template_fields(content, row)
+    tags = _checked_tags(row.get("tags"))
+    return row, content, tags
 
 
-def _check_columns(content: str | tuple[Message, ...], row: Mapping[str, Any]) -> None:
-    """Raises ValueError for `tools` or `chat_template_kwargs` that no template accepts."""
-    prompt = Prompt("", content, row)
+def _check_template_fields(content: str | tuple[Message, ...], row: Mapping[str, Any]) -> None:
+    """Raises ValueError if the row has `tools` or `chat_template_kwargs` that no template accepts."""
+    prompt = Prompt(prompt_id="", content=content, row=row)
     prompt.tools()
     prompt.template()
 
 
-def _named(prompt_id: Any) -> str:
-    """The name in a row's `prompt_id`; "": the row has none. Raises ValueError for a value that is no name."""
+def _given_id(prompt_id: Any) -> str:
+    """Returns the value of a row's `prompt_id` as a text; "": the row has no `prompt_id`.
+
+    Raises ValueError if the value is neither a text nor a number, or if it is too long.
+    """
     if prompt_id is None:
         return ""
     if isinstance(prompt_id, float) and prompt_id.is_integer():
@@ -216,26 +240,31 @@ def _named(prompt_id: Any) -> str:
     return name
 
 
-def _tags(column: Any) -> dict[str, TagValue]:
-    """The tags in a row's `tags`; empty: the value is not an object, such as a list of keywords, and not meant as tags.
+def _checked_tags(value: Any) -> dict[str, TagValue]:
+    """Returns the tags in the value of a row's field `tags`. Raises ValueError for tags that no item can have.
 
-    Raises ValueError for tags that no item can have.
+    If the value is no object, returns no tags and raises no error, because such a field has another meaning in the
+    user's data. For example, it may be a list of keywords.
     """
-    if not isinstance(column, Mapping):
+    if not isinstance(value, Mapping):
         return {}
-    # A data set has all fields in each row, with null for the fields that the row lacks.
-    present = {name: value for name, value in column.items() if value is not None}
-    return labels_of((), present).tags
+    # In a data set, this object has each field that the `tags` of any row have. Those that this row lacks are null.
+    present = {name: tag for name, tag in value.items() if tag is not None}
+    return labels_of(columns=(), tags=present).tags
 
 
-def _content(name: str, value: Any) -> str | tuple[Message, ...]:
-    """The content of a prompt. `name`: its field, for errors. Raises ValueError for a value that is no content."""
+def _checked_content(name: str, value: Any) -> str | tuple[Message, ...]:
+    """Returns the content of a prompt: a text as it is, or cleaned messages.
+
+    `name`: the name of the field that has this `value`, for errors. Raises ValueError for a value that is no content.
+    """
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list | tuple) and value:
         try:
             messages = chat.clean(value)
-            chat.check_words(messages)  # raises ChatError for words of the assistant that cannot be continued
+            # Raises ChatError if the last message is of the assistant, and the policy cannot continue this message.
+            chat.check_words(messages)
             for function in chat.functions_of(messages):
                 chat.arguments_of(function)  # raises ChatError for arguments that are no object
         except chat.ChatError as error:
@@ -244,23 +273,24 @@ def _content(name: str, value: Any) -> str | tuple[Message, ...]:
     raise ValueError(f"{name!r} must be a text or a list of messages that is not empty, not {value!r:.200}")
 
 
-def _id_of(content: str | tuple[Message, ...], others: Mapping[str, Any]) -> str:
-    """The name of a prompt whose row names none: a hash of its content, and of the other fields of its row.
+def _hashed_id(content: str | tuple[Message, ...], other_fields: Mapping[str, Any]) -> str:
+    """Returns the `prompt_id` for a prompt whose row has none: a hash of its content and of the row's other fields.
 
-    The other fields count, since two rows may have the same question and different answers. Null fields and objects
-    without a JSON type do not count, so that a row has the same name in whatever form it is stored.
+    The other fields are hashed, too, because two rows may have the same question and different answers. Null fields and
+    values of unknown types are left out (`json_of`), so that a row gets the same `prompt_id` from a file of any format.
     """
     text = content if isinstance(content, str) else json_of(content)
-    other_fields = json_of(others)
-    if other_fields != "{}":
-        text = f"{text}\0{other_fields}"
+    other_json = json_of(other_fields)
+    if other_json != "{}":
+        text = f"{text}\0{other_json}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> list[Prompt]:
-    """All prompts of one file: JSON lines, a JSON array or Parquet, perhaps packed by gzip; see `prompts/files.py`.
+    """Reads all prompts of one file. The module `prompts/files.py` lists the formats of files.
 
-    Raises ValueError, which names the file, for a file without prompts and, with the row, for a row without a prompt.
+    Raises ValueError, which names the file, if the file has no prompts. If a row is no prompt, raises ValueError, which
+    names the file and the row. Also raises the errors of `file_rows`.
     """
     rows = file_rows(path, _template_columns(prompt_field))
     prompts = LoadedPrompts(rows, prompt_field)
@@ -273,15 +303,17 @@ def read_prompts(path: str | os.PathLike[str], prompt_field: str = "prompt") -> 
 def load_prompts(
     source: str, *, prompt_field: str = "prompt", split: str = "train", check: bool = True
 ) -> LoadedPrompts:
-    """Prompts of a file, of a folder, or of a data set named as on the hub: docs/how-to/data.md lists the forms.
+    """Opens the prompts of a file, of a folder, or of a data set. docs/how-to/data.md lists the forms of `source`.
 
-    The rows of a data set are read one by one, when their prompts are needed. The rows of files are read at once. With
-    `check`, a bad row of a file raises ValueError here. All other bad rows raise PromptError when they are needed.
-    Raises ValueError if there are no prompts, OSError, and ImportError if a needed package is missing.
+    This call reads all rows of files. The rows of a data set are read later, one by one, when their prompts are needed.
+
+    With `check`, this call raises ValueError for a row of a file that is no prompt. Without `check`, and for a data
+    set, such a row raises PromptError when its prompt is needed. Also raises ValueError if there are no prompts,
+    OSError if the source does not exist or cannot be read, and ImportError if a package is missing.
     """
     rows = open_rows(source, split=split, template_columns=_template_columns(prompt_field))
-    head = prompt_field.partition(".")[0]  # if `prompt_field` is a path, the column in which the path begins
-    if rows.columns is not None and prompt_field not in rows.columns and head not in rows.columns:
+    first_column = _first_column(prompt_field)
+    if rows.columns is not None and prompt_field not in rows.columns and first_column not in rows.columns:
         raise ValueError(f"{source} has no column {prompt_field!r}, only {', '.join(rows.columns)}: see --prompt-field")
     loaded = LoadedPrompts(rows, prompt_field)
     if check and rows.in_memory:
@@ -291,9 +323,14 @@ def load_prompts(
 
 def _template_columns(prompt_field: str) -> list[str]:
     """The columns from which a chat template gets values."""
-    head = prompt_field.partition(".")[0]  # if `prompt_field` is a path, the column in which the path begins
-    columns = [prompt_field, head, "tools", "chat_template_kwargs"]
+    columns = [prompt_field, _first_column(prompt_field), "tools", "chat_template_kwargs"]
     return list(dict.fromkeys(columns))  # without duplicates
+
+
+def _first_column(prompt_field: str) -> str:
+    """The column in which the path `prompt_field` begins: `extra_info` for `extra_info.question`."""
+    name, _, _ = prompt_field.partition(".")
+    return name
 
 
 class LoadedPrompts:
@@ -312,7 +349,7 @@ class LoadedPrompts:
         return self._rows.in_memory
 
     def __getitem__(self, index: int) -> Prompt:
-        """The prompt of a row. Raises PromptError, which names file and row."""
+        """Makes the prompt of a row. Raises PromptError, which names file and row, if the row is no prompt."""
         return prompt_at(self._rows, index, self._prompt_field)
 
     def place(self, index: int) -> str:
@@ -320,18 +357,18 @@ class LoadedPrompts:
         return self._rows.place(index)
 
     def check(self) -> None:
-        """Checks all rows. Raises ValueError for the first row that is no prompt, and names file and row."""
+        """Checks all rows. Raises ValueError, which names file and row, for the first row that is no prompt."""
         for index, row in enumerate(self._rows.each()):
             try:
-                if isinstance(row, ValueError):
+                if isinstance(row, ValueError):  # `each` yields the error in place of a row that cannot be read
                     raise row
-                _parsed(row, self._prompt_field)
+                _parsed(row, self._prompt_field)  # raises ValueError if the row is no prompt
             except ValueError as error:
-                raise ValueError(_at(self._rows, index, error)) from error
+                raise ValueError(_with_place(self._rows, index, error)) from error
 
 
 def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
-    """The rows of a list, a data set, a table of pyarrow, or a DataFrame, to be read by number.
+    """Makes the rows of a list, a data set, a table of pyarrow, or a DataFrame readable by number.
 
     Raises ValueError for a data set from which no split was chosen.
     """
@@ -340,30 +377,33 @@ def prompt_rows(rows: PromptRows, prompt_field: str = "prompt") -> PromptRows:
 
 
 def rows_in_turn(rows: Any) -> Iterable[Any]:
-    """The rows of any iterable, such as a data set or a streamed data set. Raises the errors of `prompt_rows`.
+    """Returns an iterable over rows of any form, such as a list, a data set or a streamed data set.
 
     The rows of a `datasets` or pyarrow data set that can be read by number become Prompts, so that their errors name
-    the row. Lists, DataFrames and other iterables give their rows as they are.
+    the row. Lists, DataFrames and other iterables give their rows as they are. Raises the errors of `prompt_rows`.
     """
     template_columns = _template_columns("prompt")
-    numbered = numbered_rows(rows, template_columns)
-    if is_of_arrow(numbered):  # a streamed data set, whose rows cannot be read by number
-        return map(partial(row_of_arrow, template_columns=template_columns), numbered)
-    if isinstance(numbered, ArrowRows):
-        return map(partial(prompt_at, numbered), range(len(numbered)))
-    return cast("Iterable[Any]", numbered)
+    converted = numbered_rows(rows, template_columns)
+    if is_of_arrow(converted):  # a streamed data set, which `numbered_rows` returns unchanged
+        without_nulls = partial(row_of_arrow, template_columns=template_columns)
+        return map(without_nulls, converted)
+    if isinstance(converted, ArrowRows):
+        prompt_of = partial(prompt_at, converted)
+        return map(prompt_of, range(len(converted)))
+    return cast("Iterable[Any]", converted)
 
 
 def prompt_at(rows: PromptRows, index: int, prompt_field: str = "prompt") -> Prompt:
-    """The prompt of a row. Raises PromptError, which names the row."""
+    """Makes the prompt of a row. Raises PromptError, which names the row, if the row is no prompt."""
+    row_index = int(index)  # `index` may be an integer of NumPy
     try:
-        return Prompt.of(rows[int(index)], prompt_field)
+        return Prompt.of(rows[row_index], prompt_field)
     except ValueError as error:
-        raise PromptError(_at(rows, int(index), error)) from error
+        raise PromptError(_with_place(rows, row_index, error)) from error
 
 
-def _at(rows: PromptRows, index: int, error: Exception) -> str:
-    """The message of an error, with the name of the row before it, unless the message begins with that name."""
+def _with_place(rows: PromptRows, index: int, error: Exception) -> str:
+    """Puts the name of a row before the message of an error, unless the message already begins with that name."""
     place = place_of(rows, index)
     message = str(error)
     if message.startswith(place):
@@ -378,10 +418,11 @@ PromptSource = Prompt | Mapping[str, Any] | str | list[Message]
 def prompt_for(
     engine: Engine, source: PromptSource, template: Mapping[str, Any], began: datetime | None = None
 ) -> tuple[Prompt, list[int]]:
-    """The prompt and its token ids (P,).
+    """Makes the prompt of `source`, and tokenizes it. Returns the prompt and its token ids (P,).
 
     `engine`: only its tokenizer and its limits are used. `template`: arguments of the chat template. `began`: when the
-    group of the prompt began; None: now. Raises PromptError if the source is no prompt or does not fit the engine.
+    group of the prompt began; None: now. Raises PromptError if `source` is no prompt, if it cannot be tokenized, or if
+    the engine cannot continue its tokens.
     """
     try:
         prompt = Prompt.of(source)
@@ -395,12 +436,15 @@ def prompt_for(
 
 
 class PreparedRows:
-    """Rows as prompts. Each prompt is made only when it is needed, so that a large data set starts at once."""
+    """The prompts of rows. Each prompt is made only when it is needed, so that a run need not read all rows first."""
 
     def __init__(
         self, rows: PromptRows, prompt_field: str = "prompt", system: str | None = None, *, chat: bool = False
     ) -> None:
-        """`chat`: makes chats of all prompts, with `system` as their message of the system; see `Prompt.as_chat`."""
+        """`chat`: makes each prompt a chat, with `system` as its system message (`Prompt.as_chat`).
+
+        Without `chat`, `system` has no effect.
+        """
         self._rows = prompt_rows(rows, prompt_field)
         self._prompt_field = prompt_field
         self._chat = chat
@@ -410,14 +454,14 @@ class PreparedRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        """The prompt of a row. Raises PromptError, which names the row."""
+        """Makes the prompt of a row. Raises PromptError, which names the row, if the row is no prompt."""
         prompt = prompt_at(self._rows, index, self._prompt_field)
         if not self._chat:
             return prompt
         try:
             return prompt.as_chat(self._system)
         except ValueError as error:
-            raise PromptError(_at(self._rows, int(index), error)) from error
+            raise PromptError(_with_place(self._rows, int(index), error)) from error
 
     def place(self, index: int) -> str:
         """The name of a row in errors."""
@@ -426,7 +470,7 @@ class PreparedRows:
     def check(self) -> None:
         """Checks all rows. Raises PromptError or ValueError for the first row that is no prompt."""
         if isinstance(self._rows, LoadedPrompts) and not self._chat:
-            self._rows.check()  # reads the rows of files in their order, which takes less time than by number
+            self._rows.check()  # faster than the loop below, because it converts many rows of a file at once
             return
         for index in range(len(self)):
             self[index]  # raises PromptError for a row that is no prompt
@@ -435,26 +479,34 @@ class PreparedRows:
 def cycle_prompts(
     rows: PromptRows, *, seed: int = 0, epochs: int | None = None, prompt_field: str = "prompt"
 ) -> Iterator[Prompt]:
-    """Yields every row once in each epoch, in an order that depends on `seed` and the epoch; `epochs` None: for ever.
+    """Yields the prompt of every row once in each epoch, in an order that depends on `seed` and on the epoch.
 
-    Reads the rows one by one, so that a large data set starts at once. Raises ValueError if there are no rows. For a
-    row that is no prompt, `next` raises PromptError. The next call of `next` continues with the next row.
+    `epochs`: the number of epochs; None: the prompts never end. A row is read only when its prompt is needed, so that a
+    run need not read all rows of a large data set first.
+
+    Raises ValueError if there are no rows. If a row is no prompt, `next` raises PromptError. The call of `next` after
+    that continues with the next row.
     """
     if not len(rows):
         raise ValueError(f"there are no prompts to cycle through: rows is empty, {rows!r:.80}")
     numbered = prompt_rows(rows, prompt_field)
-    numbers: Iterable[int] = itertools.count() if epochs is None else range(epochs)
-    orders = (epoch_order(len(rows), seed, epoch) for epoch in numbers)  # each is made when its epoch begins
+    epoch_numbers: Iterable[int] = itertools.count() if epochs is None else range(epochs)
+    # The order of an epoch is computed only when the epoch begins, because this is a generator expression.
+    orders = (epoch_order(len(rows), seed, epoch) for epoch in epoch_numbers)
+    indices = itertools.chain.from_iterable(orders)
 
     def prompt_of(index: int) -> Prompt:
         return prompt_at(numbered, index, prompt_field)
 
-    # A generator function would end at the first error. `map` continues with the next row.
-    return map(prompt_of, itertools.chain.from_iterable(orders))
+    # A generator function would end at the first PromptError. `map` continues with the next row.
+    return map(prompt_of, indices)
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of `count` rows in this epoch: (count,) with each index once. A million rows take some 20 ms."""
+    """Returns the indices of `count` rows in the order of this epoch (count,). Each index is in it once.
+
+    For a million rows, the call takes about 20 ms.
+    """
     entropy = list(f"{seed}/{epoch}".encode())  # numpy accepts a list of whole numbers as a seed
     return np.random.default_rng(entropy).permutation(count)
 
@@ -465,5 +517,5 @@ def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterat
     def as_chat(prompt: Prompt) -> Prompt:
         return prompt.as_chat(system)
 
-    # A generator function would end at the first error. `map` continues with the next prompt.
+    # A generator function would end at the first ValueError. `map` continues with the next prompt.
     return map(as_chat, prompts)
