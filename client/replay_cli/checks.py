@@ -156,7 +156,9 @@ def first_prompt(
     from replay_generator import PromptError
     from replay_generator.prompts.prompt import prompt_for
 
-    if hasattr(rows, "__getitem__"):  # PromptRows need not be iterable
+    if hasattr(
+        rows, "__len__"
+    ):  # PromptRows need not be iterable, and a streamed data set has a `__getitem__` that fails
         numbered = cast("PromptRows", rows)
         prompts: Iterator[Any] = map(numbered.__getitem__, range(len(numbered)))
     else:

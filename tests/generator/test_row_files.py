@@ -430,6 +430,22 @@ def test_rows_of_arrow_that_a_program_gives_have_no_nulls_of_arrow(hold, ask):
         assert found[expected.prompt_id].tools() == expected.tools()
 
 
+def test_a_row_of_a_streamed_data_set_that_is_nested_too_deeply_is_one_bad_prompt():
+    def rows():
+        deep: list = []
+        for _ in range(1000):
+            deep = [deep]
+        yield {"prompt": "a"}
+        yield {"prompt": "b", "tools": deep}
+        yield {"prompt": "c"}
+
+    prompts = iter(rows_in_turn(datasets.IterableDataset.from_generator(rows)))
+    assert next(prompts)["prompt"] == "a"
+    with pytest.raises(PromptError, match=r"row 2 of the streamed data set: .*nested"):
+        next(prompts)
+    assert next(prompts)["prompt"] == "c"
+
+
 def test_a_frame_of_pandas_is_rows_and_a_data_set_in_splits_says_to_choose_one():
     frame = pandas.DataFrame([{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}])
     assert sorted(prompt.content for prompt in cycle_prompts(frame, epochs=1)) == ["a", "b"]

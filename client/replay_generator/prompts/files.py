@@ -434,7 +434,8 @@ def numbered_rows(rows: Any, template_columns: Sequence[str]) -> Any:
     if isinstance(rows, Mapping):
         splits = ", ".join(map(str, rows))
         raise ValueError(f"the prompts are in splits, {splits}: choose one, such as rows['train']")
-    if is_of_arrow(rows) and hasattr(rows, "__getitem__"):  # a streamed data set has no `__getitem__`
+    # A streamed data set has no length. It has a `__getitem__` that always fails, because it is a data set of torch too.
+    if is_of_arrow(rows) and hasattr(rows, "__len__"):
         return ArrowRows("the prompts", rows, rows.column_names, template_columns, in_memory=False)
     return rows
 

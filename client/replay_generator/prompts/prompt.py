@@ -385,8 +385,16 @@ def rows_in_turn(rows: Any) -> Iterable[Any]:
     template_columns = _template_columns("prompt")
     converted = numbered_rows(rows, template_columns)
     if is_of_arrow(converted):  # a streamed data set, which `numbered_rows` returns unchanged
-        without_nulls = partial(row_of_arrow, template_columns=template_columns)
-        return map(without_nulls, converted)
+
+        def streamed_row(row: Any, number: int) -> dict[str, Any]:
+            """Reads one row. Raises PromptError, which names the row, if the row cannot be read."""
+            try:
+                return row_of_arrow(row, template_columns)
+            except ValueError as error:
+                raise PromptError(f"row {number} of the streamed data set: {error}") from error
+
+        # A generator function would end at the first PromptError. `map` continues with the next row.
+        return map(streamed_row, converted, itertools.count(1))
     if isinstance(converted, ArrowRows):
         prompt_of = partial(prompt_at, converted)
         return map(prompt_of, range(len(converted)))
@@ -509,13 +517,3 @@ def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """
     entropy = list(f"{seed}/{epoch}".encode())  # numpy accepts a list of whole numbers as a seed
     return np.random.default_rng(entropy).permutation(count)
-
-
-def chat_prompts(prompts: Iterable[Prompt], system: str | None = None) -> Iterator[Prompt]:
-    """Yields all prompts as chats; see `Prompt.as_chat`."""
-
-    def as_chat(prompt: Prompt) -> Prompt:
-        return prompt.as_chat(system)
-
-    # A generator function would end at the first ValueError. `map` continues with the next prompt.
-    return map(as_chat, prompts)

@@ -115,11 +115,11 @@ class IteratedPrompts(PromptQueue):
     async def next(self) -> DrawnPrompt | None:
         """Returns the next prompt; None: the iterable has ended. Raises PromptError if the value is no prompt."""
         # `next` is called in a thread, because the next row of a streamed data set may take long.
+        self._count += 1  # also if reading the value fails
         source = await in_daemon_thread(lambda: next(self._prompts, _THE_END))
         if source is _THE_END:
             self.ended = True
             return None
-        self._count += 1
         try:
             return DrawnPrompt(Prompt.of(source))
         except ValueError as error:
