@@ -7,7 +7,8 @@
 
 `prompt_ids`, `completion_ids` and `reward` are needed. For any other column that the data set lacks, the groups get the
 default of RolloutGroup: log-probabilities are unknown, and every token of a completion is trained on. Without a column
-of advantages, they follow from the rewards. A data set has no column with the encoded bytes of groups.
+`advantage`, the advantages are computed from the rewards. A row with a `key` or a `payload` does not belong to a data
+set: it is an item, and stays as it is.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ NEEDED = ("prompt_ids", "completion_ids", "reward")
 
 
 def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of items for `replay table import`, each after the number of the last row that it was made from.
+    """Makes the rows of items that `replay table import` inserts.
 
-    Rows of a data set become groups, and rows of items stay as they are. The key of a group follows from its bytes and
-    its position among the groups, so a second import of the same rows inserts nothing. `table`: the table of groups
-    whose rows name no table. Raises a ValueError that names the rows.
+    Yields pairs: the number of the last row from which an item was made, and the row of the item. Rows of a data set
+    become groups, and rows of items stay as they are. The key of a group is computed from its bytes and its position
+    among the groups. So a second import of the same rows makes the same keys, and inserts nothing. `table`: the table
+    of groups whose rows name no table. Raises a ValueError that names the rows.
     """
-    index = 0
+    group_index = 0
     for identity, consecutive in groupby(rows, key=_identity):
         if identity is None:  # rows of items
             for number, row in consecutive:
@@ -51,14 +53,14 @@ def items_of(rows: Iterable[Numbered], table: str | None) -> Iterator[tuple[int,
         first_number, first = numbered[0]
         last_number, _ = numbered[-1]
         try:
-            name = first.get("table") or table
-            if not name:
+            table_of_group = first.get("table") or table
+            if not table_of_group:
                 raise ValueError("there is no column table: say with --table where the groups go")
             group = group_of([row for _, row in numbered])
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"rows {first_number} to {last_number}: {error}") from None
-        yield last_number, _item_row(group, index, name, first)
-        index += 1
+        yield last_number, _item_row(group, group_index, table_of_group, first)
+        group_index += 1
 
 
 def _item_row(group: RolloutGroup, index: int, table: str, first: Row) -> dict[str, Any]:
@@ -83,9 +85,10 @@ def _item_row(group: RolloutGroup, index: int, table: str, first: Row) -> dict[s
 
 
 def group_of(rows: Sequence[Row]) -> RolloutGroup:
-    """Makes one group of these rows. Consecutive rows with the same `rollout` are one rollout.
+    """Makes one group from these rows. Consecutive rows with the same `rollout` are one rollout.
 
-    Without the column `rollout`, each row is a rollout. Raises ValueError, and TypeError for a value that is no number.
+    Without the column `rollout`, each row is a rollout. Raises ValueError for rows that cannot be a group, and
+    TypeError for a value that is no number.
     """
     for row in rows:
         missing = [name for name in NEEDED if row.get(name) is None]
@@ -97,11 +100,12 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
             values = {row.get(name) for row in rollout}
             if len(values) > 1:
                 raise ValueError(f"{name} differs in the rows of one rollout: give all of them one")
-    firsts = [rollout[0] for rollout in rollouts]  # the values of a rollout are the same in all its rows
+    # The values of a rollout are read from its first row, and the values of the group from the first of all rows.
+    firsts = [rollout[0] for rollout in rollouts]
     first = firsts[0]
     rewards_G = np.array([row["reward"] for row in firsts], np.float32)
     return group_from_rows(
-        # The whole prompt of each sequence. `group_from_rows` finds the beginning that all of them share.
+        # Each sequence has its whole prompt here. `group_from_rows` finds the beginning that all prompts share.
         prompts=[[*row["prompt_ids"], *(row.get("context_ids") or ())] for row in rows],
         completions=[row["completion_ids"] for row in rows],
         logprobs=[_logprobs_of(row) for row in rows],
@@ -120,26 +124,29 @@ def group_of(rows: Sequence[Row]) -> RolloutGroup:
 
 
 def _rollouts_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each rollout: consecutive rows with the same `rollout`. A row without it is a rollout of its own."""
-    numbers: list[tuple[Any, int]] = []
+    """The rows of each rollout. Consecutive rows with the same `rollout` are one rollout. A row without `rollout` is a
+    rollout of its own."""
+    names: list[tuple[Any, int]] = []  # equal for two consecutive rows if they are in one rollout
     for index, row in enumerate(rows):
         number = row.get("rollout")
-        # Two rows without a number differ by their index. The None differs from every number of another row.
-        numbers.append((None, index) if number is None else (number, 0))
+        if number is None:
+            names.append((None, index))  # no other row has this name
+        else:
+            names.append((number, 0))
     rollouts = []
-    for _, numbered_rows in groupby(zip(numbers, rows, strict=True), key=itemgetter(0)):
-        rollouts.append([row for _, row in numbered_rows])
+    for _, named_rows in groupby(zip(names, rows, strict=True), key=itemgetter(0)):
+        rollouts.append([row for _, row in named_rows])
     return rollouts
 
 
 def _column(rows: Sequence[Row], name: str) -> list[Any] | None:
-    """The values of a column; None if a row lacks a value."""
+    """The values of a column, one for each row; None if a row lacks a value."""
     values = [row.get(name) for row in rows]
     return None if None in values else values
 
 
 def _logprobs_of(row: Row) -> npt.NDArray[np.float32]:
-    """The log-probabilities (T,) of a row. NaN: unknown. Without the column, all of them are unknown."""
+    """The log-probabilities (T,) of a row. NaN: unknown. Without the column `logprobs`, all of them are unknown."""
     logprobs = row.get("logprobs")
     if logprobs is None:
         return np.full(len(row["completion_ids"]), np.nan, np.float32)
@@ -147,7 +154,10 @@ def _logprobs_of(row: Row) -> npt.NDArray[np.float32]:
 
 
 def _advantages_of(firsts: Sequence[Row], rewards_G: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The advantages (G,) in the first row of each rollout. Without the column, they follow from the rewards."""
+    """The advantages (G,) of the rollouts. If a row has no `advantage`, all are computed from the rewards.
+
+    `firsts`: the first row of each rollout.
+    """
     advantages = _column(firsts, "advantage")
     if advantages is None:
         return group_advantages(rewards_G)
@@ -155,7 +165,7 @@ def _advantages_of(firsts: Sequence[Row], rewards_G: npt.NDArray[np.float32]) ->
 
 
 def _loss_masks_of(rows: Sequence[Row]) -> list[Any] | None:
-    """The loss mask of each sequence; None if every token is trained on."""
+    """The loss mask of each sequence; None if every token is trained on, or if a row has no mask."""
     masks = _column(rows, "loss_mask")
     if masks is None or all(all(mask) for mask in masks):
         return None
@@ -175,9 +185,9 @@ def _finish_reasons_of(firsts: Sequence[Row]) -> tuple[str, ...] | None:
 
 
 def _identity(numbered: Numbered) -> tuple[Any, ...] | None:
-    """The value that consecutive rows of one group share: their prompt_id, or else their prompt.
+    """The value that consecutive rows of one group share: their prompt_id or, without it, their prompt.
 
-    None for a row of an item. A row of a data set has the tokens of a sequence, and neither key nor payload.
+    None: the row is an item. A row of a data set has the tokens of a sequence, and neither key nor payload.
     """
     _, row = numbered
     is_item = row.get("key") is not None or row.get("payload") is not None
@@ -186,12 +196,15 @@ def _identity(numbered: Numbered) -> tuple[Any, ...] | None:
     name = row.get("prompt_id")
     if name is not None:
         return (name,)
-    # With the empty text, a prompt of the one token 7 differs from the prompt_id 7.
+    # Because of the empty text, a prompt that is the single token 7 differs from the prompt_id 7.
     return ("", *(row.get("prompt_ids") or ()))
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """The object that `value` stands for: an object, its JSON text (in Parquet), or null for an empty object."""
+    """Returns the object in `value`. In Parquet, `value` is the JSON text of an object. None becomes an empty object.
+
+    Raises ValueError or TypeError for any other value.
+    """
     try:
         if isinstance(value, str):
             return dict(json.loads(value))

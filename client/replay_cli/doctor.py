@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from replay_dashboard.diagnosis import Finding
 
 _ROUND_TRIPS = 5
-"""Requests whose median time is the round trip."""
+"""The number of requests that are timed. The median of their times is the round trip."""
 _SLOW = 0.1
-"""A round trip that takes more seconds gives a warning."""
+"""A round trip that takes more seconds than this gives a warning."""
 _LEVELS = {"ok": "ok", "idle": "ok", "warning": "warning", "blocked": "warning", "failure": "failure"}
-"""For each level of a verdict: the level of a finding that is equally bad."""
+"""Level of a verdict -> the level of a finding that is equally bad."""
 
 
 def doctor(
@@ -50,9 +50,11 @@ def doctor(
     with connect(context) as client:
         info, examined = look(client, max_staleness)
         address = client.address
-    findings = [_access(access_of(context)), *examined]
-    judgement = verdict(info, findings, ())  # (): without the warning signs in the trainer's metrics
-    if by_shard and info is not None:  # after the verdict, which is about all servers as one
+    access_options = access_of(context)
+    findings = [_access(access_options), *examined]
+    judgement = verdict(info, findings, signs=())  # the doctor looks for no warning signs in the trainer's metrics
+    if by_shard and info is not None:
+        # These findings are added after the verdict, because the verdict is about all servers as one.
         findings += _of_shards(info, max_staleness)
     levels = {finding.level for finding in findings}
     healthy = Level.FAILURE not in levels
@@ -68,7 +70,8 @@ def doctor(
 
 
 def _access(options: dict[str, Any]) -> Finding:
-    """The finding about the connection's security: a warning if token and data reach another machine unencrypted."""
+    """The finding about the security of the connection. It is a warning if the token and the data go to another machine
+    unencrypted. `options`: the options of the connection, by name."""
     from replay_client.access import Access, split_addresses
     from replay_dashboard.diagnosis import Finding, Level, found
     from replay_protos.transport import is_loopback
@@ -86,43 +89,45 @@ def _access(options: dict[str, Any]) -> Finding:
 
 
 def look(client: ReplayClient, max_staleness: float | None = None) -> tuple[ServerInfo | None, list[Finding]]:
-    """Returns the state of the server, and all findings about it.
+    """Examines the server. Returns its state, and all findings about it.
 
-    If the server does not answer, or refuses, returns None and the finding about the connection. `max_staleness`: the
-    mean staleness of fresh groups that the person accepts; None: as their table and its permits say.
+    If the server does not answer, or refuses the requests, returns None and the finding about the connection.
+    `max_staleness`: the mean staleness of fresh groups that the person accepts; None: as their table and its permits
+    say.
     """
     from replay_client.errors import DeadlineExceededError, ReplayError, ServerUnavailableError
     from replay_dashboard.diagnosis import Finding, Level, diagnose, found
 
     try:
-        client.policy()  # opens the connection, whose time is not measured
-        trips = []
+        client.policy()  # not timed, because the first request also opens the connection
+        trip_seconds = []
         for _ in range(_ROUND_TRIPS):
             begin = time.perf_counter()
             client.policy()
-            trips.append(time.perf_counter() - begin)
+            trip_seconds.append(time.perf_counter() - begin)
         info = client.server_info()
         transport = client.transport
-    # `found` makes the finding of a known problem, here about the connection, with its remedy.
+    # In each case below, `found` makes the finding about the connection, with the remedy for the error.
     except ServerUnavailableError as error:
         return None, [found("no-server", "connection", error=error)]
     except DeadlineExceededError as error:
         return None, [found("server-hangs", "connection", error=error)]
     except ReplayError as error:
         return None, [found("refused", "connection", error=error)]
-    median = sorted(trips)[_ROUND_TRIPS // 2]
-    milliseconds = 1000 * median
-    if median > _SLOW:
+    median_seconds = sorted(trip_seconds)[_ROUND_TRIPS // 2]
+    milliseconds = 1000 * median_seconds
+    if median_seconds > _SLOW:
         connection = found("slow", "connection", address=client.address, milliseconds=milliseconds)
     else:
         connection = Finding("connection", Level.OK, f"{client.address} answers in {milliseconds:.1f} ms")
     payloads = Finding("payloads", Level.OK, f"travel over {transport}")
-    # `diagnose` compares the server's version and clock with those of this command.
-    return info, [connection, payloads, *diagnose(info, version("replay-server"), time.time(), max_staleness)]
+    # `diagnose` compares the version and the clock of the server with those of this command.
+    diagnosed = diagnose(info, version("replay-server"), time.time(), max_staleness)
+    return info, [connection, payloads, *diagnosed]
 
 
 def _of_shards(info: ServerInfo, max_staleness: float | None) -> Iterator[Finding]:
-    """The findings about each of several servers that answers. `look` reports the servers that do not answer."""
+    """Yields the findings about each shard that answers. `look` reports the shards that do not answer."""
     from replay_client.records import shards_of
     from replay_dashboard.diagnosis import diagnose
 

@@ -49,16 +49,18 @@ ENGINES = {
     "transformers": ("trainer", ("torch", "transformers"), "transformers:TransformersEngine"),
     "vllm-server": ("vllm-server", ("aiohttp", "transformers"), "vllm_server:VLLMServerEngine"),
 }
-"""For each engine, by its name: the extra that installs it, the modules that it needs, and its class (module:class)."""
+"""Name of an engine -> the extra that installs it, the modules that it needs, and its class as module:class."""
 OF_ONE = "a group of one has no variance, so its advantage is 0 and it teaches nothing"
-"""The reason against a group_size of 1, for messages."""
+"""Says in messages why a group_size of 1 is of no use."""
 _data = partial(in_panel, "Data")
 """Makes an option that the help shows in the group "Data"."""
 _of_engine = partial(in_panel, "Engine")
 """Makes an option that the help shows in the group "Engine"."""
 SETTINGS = CommandSettings(GeneratorConfig, SamplingConfig, without=("sampling", "seed"))
+"""The settings of `replay generate`. The fields of `sampling` are settings of their own, and `seed` is an option."""
 _IN_GROUPS: dict[str, Any] = {"rich_help_panel": "Groups"}
-_ABOUT_MOST = "Groups at once; 0: as many as permits. [default: 16]"
+"""The argument of an option that the help shows in the group "Groups"."""
+_CONCURRENCY_HELP = "Groups at once; 0: as many as permits. [default: 16]"
 _FIELDS = (
     *options_of(GeneratorConfig, "Data", "prompts_table", "tool_parser", "reasoning_parser"),
     *options_of(SamplingConfig, "Sampling", "temperature", "top_p", "max_tokens"),
@@ -66,7 +68,7 @@ _FIELDS = (
     option("tables", "Table to insert into; repeatable. [default: rollouts]", list[str], None, "--table", **_IN_GROUPS),
     option("tags", "A tag of each group; repeatable.", list[str], None, "--tag", metavar="NAME=VALUE", **_IN_GROUPS),
     *options_of(GeneratorConfig, "Groups", "partial_groups_table", "unscored_table", "metrics_path"),
-    option("max_concurrent_groups", _ABOUT_MOST, int, rich_help_panel="Staleness"),
+    option("max_concurrent_groups", _CONCURRENCY_HELP, int, rich_help_panel="Staleness"),
     *options_of(GeneratorConfig, "Staleness", "reload", "wait_for_policy", "weights_root"),
 )
 """The options that set a field of GeneratorConfig or SamplingConfig."""
@@ -142,24 +144,28 @@ def generate(
     options = SETTINGS.resolve(context, source, chosen)
     if source["recipe"] is not None:
         show_recipe(source["recipe"], "generate", options)
-    as_typed = {*context.params, *typed(access_of(context))}  # errors show these names as options
+    access = access_of(context)
+    # If an error message begins with one of these names, it is shown with the option in place of the name.
+    option_names = {*context.params, *typed(access)}
     try:
         settings = check_options(options, context.params)
-        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
+        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access)
         hook: RolloutHook = load_function("rollout", rollout, {}) if rollout else single_turn
         if agent or sessions:
             flag = "--agent" if agent else "--sessions"
             need(flag, "agents", "aiohttp")
-            needs_reward = not reward and not settings.unscored_table  # True: the agents must give the rewards
+            # True if the agents must give the rewards, because neither a function nor `replay score` gives them.
+            needs_reward = not reward and not settings.unscored_table
             hook = load_sessions(agent, sessions, settings, needs_reward=needs_reward)
         # None: the rewards come with the rollouts, or later from `replay score`.
         scorer = [load_reward(name) for name in reward] if reward else None
     except ValueError as error:
-        misuse(in_flags(str(error), as_typed))
+        misuse(in_flags(str(error), option_names))
     except (OSError, ImportError, TypeError) as error:
-        fail(in_flags(in_words(error), as_typed))
+        message = in_words(error)
+        fail(in_flags(message, option_names))
     try:
-        beat()  # if its file cannot be written, the command fails now, and not in the middle of the run
+        beat()  # if the file of the heartbeat cannot be written, the command fails now and not during the run
         if environment:
             need("--environment", "verifiers", "verifiers")
             environment_hook = load_environment(environment, environment_args, settings)
@@ -182,12 +188,13 @@ def generate(
             return
         args = {"max_length": max_length, "seed": seed, **engine_args(engine_arg)}
         if base_url:
-            # `agreement`: by how many nats the probe's log-probabilities of the servers may differ.
+            # `agreement`: the most nats by which the log-probabilities of two servers may differ for the probe.
             args = {"base_url": base_url, "agreement": settings.probe_tolerance, **args}
         with loading(model):
             running_engine = load_engine(engine, model, args)
     except (ValueError, OSError, ImportError, TypeError, ReplayError) as error:
-        fail(in_flags(in_words(error), as_typed))
+        message = in_words(error)
+        fail(in_flags(message, option_names))
     report = reporter(as_json)
     group_filter = carries_gradient if drop_zero_variance else None
     if settings.group_size == 1:
@@ -207,9 +214,10 @@ def generate(
         )
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
-    report(stats, 0.0)  # the last statistics, even if a line was printed a moment ago
+    report(stats, seconds=0.0)  # prints the last statistics, even if a line was printed a moment ago
     made = stats["groups"] + stats["groups_filtered"]  # inserted groups, and those that `group_filter` left out
-    if settings.max_groups is None or stops:  # fewer groups are no failure if there is no number, or after a signal
+    # Fewer groups are a failure only if --max-groups asks for a number, and no signal ended the run.
+    if settings.max_groups is None or stops:
         return
     if made < settings.max_groups:
         fail(
@@ -222,6 +230,7 @@ _SCORING = (
     *options_of(ScorerConfig, "Scoring", "concurrency"),
     *options_of(StageConfig, "Scoring", "lease", "priority"),
 )
+"""The options of `replay score` that set a field of ScorerConfig."""
 
 
 @taking(_SCORING)
@@ -248,36 +257,40 @@ def score(
     log_to_stderr("warning", log_format)
     set_up_tracing("replay-scorer")
     sys.path.insert(0, os.getcwd())  # a reward function may be in a module of this folder
-    flags = {"source_table": "--source-table", "tables": "--table"}
-    setting_names = {field.name for field in fields(ScorerConfig)} - flags.keys()
+    access = access_of(context)
+    flags_of_fields = {"source_table": "--source-table", "tables": "--table"}
+    # A field that has an option of its own cannot be set with --set. The message says which option sets the field.
+    # Without this check, the second call of `pairs` would only say that the name is unknown.
     texts = pairs("--set", more)
-    for name, flag in flags.items():  # a field with an option of its own has a better message than an unknown name
+    for name, flag in flags_of_fields.items():
         if name in texts:
             misuse(f"--set {name}={texts[name]}: {flag} says that")
+    setting_names = {field.name for field in fields(ScorerConfig)} - flags_of_fields.keys()
     texts = pairs("--set", more, setting_names)
     options = {name: json_or_word(text) for name, text in texts.items()}
     options |= {name: scoring[name] for name in typed(scoring)}
     try:
         config = ScorerConfig(source_table, tables=tuple(table), **options)
         rewards = [load_reward(name) for name in reward]
-        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access_of(context))
+        client = AsyncReplayClient.from_env(timeout_of(context, 30.0), **access)
     except ImportError as error:
         fail(error)
     except ValueError as error:
-        misuse(in_flags(str(error), {*typed(scoring), *typed(access_of(context))}))
+        option_names = typed(scoring) | typed(access)
+        misuse(in_flags(str(error), option_names))
     try:
         report = reporter(as_json=False)
         stats = run_scorer(lambda: client, rewards, config, on_group=report)
-        report(stats, 0.0)  # the last statistics, even if a line was printed a moment ago
+        report(stats, seconds=0.0)  # prints the last statistics, even if a line was printed a moment ago
     except (ReplayError, ValueError, OSError, ImportError) as error:
         fail(error)
 
 
 def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> GeneratorConfig:
-    """The settings of a generator, after all checks that are possible without files, packages and a server.
+    """Makes the settings of a generator, with all checks that are possible without files, packages and a server.
 
-    `options`: settings by name, as `SETTINGS.resolve` returns them. `named`: the values of the command's own options.
-    Raises a ValueError that names options as a person types them: `--prompts`.
+    `options`: settings by name, as `SETTINGS.resolve` returns them. `named`: the values of the command's own options,
+    by name. Raises a ValueError that names options as a person types them: `--prompts`.
     """
     environment = named["environment"]
     reward = named["reward"]
@@ -286,7 +299,7 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
     check_source(
         prompts=named["prompts"],
         players=players,
-        args=named["environment_args"],
+        environment_args=named["environment_args"],
         chat=named["chat"],
         system=named["system"],
     )
@@ -297,13 +310,13 @@ def check_options(options: dict[str, Any], named: Mapping[str, Any]) -> Generato
     settings = settings.decided(agents=bool(named["agent"] or named["sessions"]))
     if settings.unscored_table and (reward or named["drop_zero_variance"]):
         raise ValueError("--reward and --drop-zero-variance belong to `replay score` here, because of --unscored-table")
-    # Without a reward function, whoever plays the rollouts must give the rewards, or `replay score` does it later.
+    # Without a reward function, the player of the rollouts must give the rewards, or `replay score` gives them later.
     if not (reward or settings.unscored_table or any(players.values())):
         raise ValueError("--reward exact_match or --reward package.module:function is needed")
     engine_args(named["engine_arg"])  # raises for a text that is not NAME=VALUE
     _check_engine(named["engine"])
-    is_elsewhere = named["engine"] == "vllm-server"
-    if is_elsewhere != bool(named["base_url"]):
+    needs_url = named["engine"] == "vllm-server"
+    if needs_url != bool(named["base_url"]):
         raise ValueError("--engine vllm-server and --base-url http://host:port need each other")
     return settings
 
@@ -316,7 +329,10 @@ def _check(
     hook: RolloutHook,
     context: typer.Context,
 ) -> None:
-    """Prints the size of the first prompt, and the rewards of an empty answer. Raises the error of a failed check."""
+    """Makes the checks of --check. Prints the size of the first prompt, and the rewards of an empty answer.
+
+    Raises the error of a check that fails.
+    """
     from replay_client.access import Access
     from replay_generator.rollouts.rollout import single_turn
 
@@ -326,12 +342,13 @@ def _check(
         check_listen("--sessions", named["sessions"])
     _need_engine(named["engine"])
     args = engine_args(named["engine_arg"])
-    files = model_files(model, named["max_length"] or args.get("max_model_len"))  # the latter is vLLM's own argument
+    max_length = named["max_length"] or args.get("max_model_len")  # `max_model_len` is an argument of vLLM
+    files = model_files(model, max_length)
     prompt, prompt_ids = first_prompt(rows, files, settings)
     line = f"{model}: the first prompt, {prompt.prompt_id!r}, has {counted(len(prompt_ids), 'token')}"
-    values = rewards_of_nothing(rewards or (), prompt, settings, has_rollouts=hook is single_turn)
-    if values:
-        words = [f"{name} {value:g}" for name, value in values.items()]
+    rewards_by_name = rewards_of_nothing(rewards or (), prompt, settings, has_rollouts=hook is single_turn)
+    if rewards_by_name:
+        words = [f"{name} {value:g}" for name, value in rewards_by_name.items()]
         line += f"; rewards of an empty answer: {', '.join(words)}"
     say(line)
 
@@ -343,16 +360,16 @@ def engine_args(texts: list[str] | None) -> dict[str, Any]:
 
 
 def _settings_of(options: dict[str, Any], seed: int, environment: str | None) -> GeneratorConfig:
-    """The settings of a generator, checked. `options`: all settings by name, with those of sampling among them.
+    """Makes the settings of a generator. `options`: all settings by name, with those of sampling among them.
 
-    Raises ValueError.
+    Raises ValueError for a wrong setting.
     """
     sampling_names = {field.name for field in fields(SamplingConfig)}
     sampling_options = {name: value for name, value in options.items() if name in sampling_names}
     sampling = SamplingConfig(**sampling_options, seed=seed)
     others = {name: value for name, value in options.items() if name not in sampling_names}
     if others.get("max_concurrent_groups") == 0:
-        others["max_concurrent_groups"] = None  # as many as permits
+        others["max_concurrent_groups"] = None  # as many groups at once as there are permits
     if environment:
         _, _, name = environment.partition(":")
         others["tags"] = {"environment": name, **others.get("tags", {})}
@@ -360,23 +377,28 @@ def _settings_of(options: dict[str, Any], seed: int, environment: str | None) ->
 
 
 def check_source(
-    *, prompts: str | None, players: Mapping[str, str | None], args: str | None, chat: bool, system: str | None
+    *,
+    prompts: str | None,
+    players: Mapping[str, str | None],
+    environment_args: str | None,
+    chat: bool,
+    system: str | None,
 ) -> None:
     """Raises ValueError unless there is one source of prompts, and at most one option that says who plays the rollouts.
 
-    Also raises ValueError for an option that does not go with that source. `players`: the values of the options that
-    say who plays the rollouts, by flag. `args`: the value of --environment-args.
+    Also raises ValueError for an option that does not go with the source of prompts. `players`: the values of the
+    options that say who plays the rollouts, by flag. The other arguments are the values of the options of these names.
     """
     environment = players["--environment"]
     if not prompts and not environment:
         raise ValueError("--prompts is needed, or --environment verifiers:NAME")
-    for name, value in {"--prompts": prompts, "--chat": chat, "--system": system}.items():
+    for flag, value in {"--prompts": prompts, "--chat": chat, "--system": system}.items():
         if environment and value:
-            raise ValueError(f"{name} and --environment exclude each other: an environment brings its own")
-    chosen = [name for name, value in players.items() if value]
+            raise ValueError(f"{flag} and --environment exclude each other: an environment brings its own")
+    chosen = [flag for flag, value in players.items() if value]
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(chosen)} exclude each other: each says who plays the rollouts")
-    if args and not environment:
+    if environment_args and not environment:
         raise ValueError("--environment-args needs --environment verifiers:NAME")
     if system is not None and not chat:
         raise ValueError("--system needs --chat")
@@ -385,14 +407,14 @@ def check_source(
 def reporter(as_json: bool) -> Callable[..., None]:
     """Makes a function that prints the statistics of a generator, as JSON or as a line for people.
 
-    The generator calls the function after each group. To print at most once a second, the function leaves out most of
-    the statistics.
+    The generator calls the function after each group. The function prints at most once a second, so it leaves out most
+    of the statistics.
     """
     printed_at = -math.inf
     printed: object = None
 
     def report(stats: GeneratorStats, seconds: float = 1.0) -> None:
-        """Prints `stats`, unless the last output is younger than `seconds`, or is the same."""
+        """Prints `stats`, unless the last output was printed less than `seconds` ago, or is the same."""
         nonlocal printed_at, printed
         now = time.monotonic()
         output = plain(stats) if as_json else in_a_line(stats)
@@ -429,13 +451,14 @@ def load_rows(
     seed: int | None,
     check: bool,
 ) -> Iterable[PromptSource] | PromptRows:
-    """An endless iterator over the prompts, shuffled anew for each epoch. Without a seed: the rows, by their numbers.
+    """Loads the prompts. Returns an endless iterator over them, in a new random order in each epoch.
 
-    `check`: raises ValueError at once for a bad row, if the rows are in memory. Also raises OSError and ImportError.
+    With `seed=None`, returns the rows themselves instead, which are read by their numbers. `check`: if the rows are in
+    memory, a bad row raises ValueError at once. Also raises OSError and ImportError.
     """
     from replay_generator.prompts.prompt import PreparedRows, cycle_prompts, load_prompts
 
-    # Not checked here: `rows.check` below also checks that each prompt can become a chat.
+    # `check=False`, because `rows.check` below checks more: that each prompt can become a chat, too.
     loaded = load_prompts(prompts, prompt_field=prompt_field, split=split, check=False)
     rows = PreparedRows(loaded, prompt_field, system, chat=chat)
     if check and loaded.in_memory:
@@ -457,9 +480,10 @@ def _need_engine(name: str) -> None:
 
 
 def load_engine(name: str, model: str, args: dict[str, Any]) -> Engine:
-    """An engine by its name, with its model loaded. Ends the command if its packages are not installed."""
+    """Makes the engine of this name, which loads the model. Ends the command if its packages are not installed."""
     _need_engine(name)
-    module_name, _, class_name = ENGINES[name][2].partition(":")  # the class, as module:class
+    _, _, class_path = ENGINES[name]
+    module_name, _, class_name = class_path.partition(":")
     module = import_module(f"replay_generator.engines.{module_name}")
     engine: Engine = getattr(module, class_name)(model, **args)
     return engine

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _ITEMS_PER_PAGE = 1000
 _KEYS_PER_CALL = 10_000
-_FEW = 16
+_MOST_TOKEN_IDS = 16
 """Without a tokenizer, the output shows at most this many token ids of a text."""
 _MOST_TURNS = 64
 """The most turns of a sequence that are printed for people. JSON has all turns."""
@@ -105,7 +105,7 @@ def _items_table(rows: Sequence[ItemInfo]) -> Table:
         "sampled": lambda item: str(item.times_sampled),
         "bytes": lambda item: byte_size(item.nbytes),
     }
-    # Few items lack columns or have tags. The table has a column for these facts only if it would not be empty.
+    # Few items have missing columns or tags. So the table shows these facts only if at least one of the items has them.
     if any(item.missing_columns for item in rows):
         columns["missing columns"] = lambda item: ", ".join(item.missing_columns)
     if any(item.tags for item in rows):
@@ -146,20 +146,22 @@ def delete(
             results.append(ask(partial(client.delete, table, keys_of_call)))
     deleted = sum(result.applied for result in results)
     missing: list[int] = []
-    if not tags:  # an item found by its tags may leave the table meanwhile, which is no error
+    # An item that was found by its tags may leave the table before it is deleted. This is no error.
+    if not tags:
         for result in results:
             missing += result.missing
     document = {"deleted": deleted, "missing": [str(key) for key in missing]}
     print_result(as_json, document, f"{deleted} deleted from {table}")
-    if missing:  # after the output, which says what was deleted: `fail` ends the command with status 1
+    # `fail` ends the command with status 1. So it comes after the output that says what was deleted.
+    if missing:
         fail(f"not in {table}: {', '.join(map(str, missing))}")
 
 
 def all_items(client: ReplayClient, table: str, tags: Mapping[str, str]) -> Iterator[ItemInfo]:
-    """The items of a table that have these tags, the oldest first, page by page."""
+    """Yields the items of a table that have these tags, the oldest first. Requests them page by page."""
     page = ""  # the first page
     while True:
-        # Items are sorted by age, so the oldest come first if the order is descending.
+        # The server sorts items by age unless told otherwise. So the oldest come first if the order is descending.
         listing = client.list_items(table, limit=_ITEMS_PER_PAGE, descending=True, page=page, tags=tags)
         yield from listing.items
         page = listing.next_page
@@ -169,9 +171,16 @@ def all_items(client: ReplayClient, table: str, tags: Mapping[str, str]) -> Iter
 
 def info_document(item: ItemInfo) -> Document:
     """The facts about an item as JSON. The key is a string, as in all JSON output."""
-    labels = {"tags": item.tags, "columns": sorted(item.labels.columns)}
-    facts = vars(item) | {"key": str(item.key), "bytes": item.nbytes} | labels
-    return {name: fact for name, fact in facts.items() if name not in ("nbytes", "labels")}
+    facts = vars(item) | {
+        "key": str(item.key),
+        "bytes": item.nbytes,
+        "tags": item.tags,
+        "columns": sorted(item.labels.columns),
+    }
+    # `nbytes` is in the JSON as `bytes`, and `labels` as `tags` and `columns`.
+    del facts["nbytes"]
+    del facts["labels"]
+    return facts
 
 
 def _tag_words(tags: Mapping[str, str | int]) -> str:
@@ -210,7 +219,7 @@ def show(
     group = document["group"]  # None: the item is no group
     if as_json:
         if group is not None and not tokens:
-            # A window has the tokens of a text. Without --tokens, JSON has neither their ids nor their arrays.
+            # A window holds the tokens of the prompt or of a sequence. Without --tokens, the JSON has only their text.
             windows = [group["prompt"]]
             windows += [sequence["window"] for sequence in group["completions"]]
             for window in windows:
@@ -231,7 +240,7 @@ def show(
 
 
 def load_tokenizer(path: Path | None) -> TokenText:
-    """The tokenizer in a folder. If `path` is None, the result decodes no text."""
+    """Loads the tokenizer in a folder. If `path` is None, the result decodes no text."""
     from replay_dashboard.group import TokenText
 
     if path is not None:
@@ -270,9 +279,9 @@ def _group_lines(group: Document, text: TokenText, tokens: bool) -> list[str | T
     from rich.text import Text
 
     prompt = group["prompt"]
-    name = f" {group['prompt_id']!r}" if group["prompt_id"] else ""
+    prompt_name = f" {group['prompt_id']!r}" if group["prompt_id"] else ""
     lines: list[str | Text] = [_group_headline(group), *_group_facts(group), ""]
-    lines.append(Text(f"prompt{name}: {counted(prompt['total'], 'token')}", style="bold"))
+    lines.append(Text(f"prompt{prompt_name}: {counted(prompt['total'], 'token')}", style="bold"))
     lines.append(_words(prompt["ids"], text))
     if tokens:
         lines += _arrays(prompt)
@@ -313,9 +322,10 @@ def _group_facts(group: Document) -> list[str]:
     """The lines about `sampling`, `meta`, failed rollouts and extra arrays. Removes `failures` from `meta`."""
     from replay_dashboard.units import byte_size
 
-    # The lines of the turns, below the facts, show the roles. The entry `turns` would show the roles again.
+    # If the turns have roles, the lines of the turns show them, below the facts. The entry `turns` of `meta` would
+    # repeat the roles.
     shown_below = {"turns"} if _has_roles(group) else set()
-    failures = group["meta"].pop("failures", [])  # has lines of its own below
+    failures = group["meta"].pop("failures", [])  # each failure has a line of its own below
     lines = []
     for name in ("sampling", "meta"):
         facts = [f"{field} {value}" for field, value in group[name].items() if field not in shown_below]
@@ -341,7 +351,7 @@ def _has_roles(group: Document) -> bool:
 
 
 def _sequence_headline(sequence: Document, *, several: bool) -> str:
-    """The facts of one sequence. `several`: rollouts of its group have several sequences."""
+    """The facts of one sequence. `several`: True if a rollout of its group has several sequences."""
     if several:
         name = f"rollout {sequence['rollout']}, sequence {sequence['part'] + 1} of {sequence['parts']}"
     else:
@@ -373,8 +383,9 @@ def _turn_lines(sequence: Document, text: TokenText) -> list[str | Text]:
     for turn in sequence["turns"][:_MOST_TURNS]:
         ids = sequence["window"]["ids"][turn["start"] : turn["stop"]]
         role = turn["role"]
-        is_context = turn["stop"] <= sequence["context_tokens"]  # of this sequence, not shared with the group
-        if role is None and is_context:
+        # The context follows the prompt of the group. It belongs only to this sequence.
+        is_own_context = turn["stop"] <= sequence["context_tokens"]
+        if role is None and is_own_context:
             role = "own context"
         facts = []
         if role is not None:
@@ -408,14 +419,16 @@ def _words(ids: Sequence[int], text: TokenText) -> str | Text:
         return text.text(ids)
     if not ids:
         return Text("(empty)", style="dim")
-    more = f" and {len(ids) - _FEW} more" if len(ids) > _FEW else ""
-    return Text(f"tokens {' '.join(map(str, ids[:_FEW]))}{more}; --tokenizer FOLDER shows the text", style="dim")
+    shown_ids = " ".join(map(str, ids[:_MOST_TOKEN_IDS]))
+    hidden = len(ids) - _MOST_TOKEN_IDS
+    more = f" and {hidden} more" if hidden > 0 else ""
+    return Text(f"tokens {shown_ids}{more}; --tokenizer FOLDER shows the text", style="dim")
 
 
 def _arrays(window: Document) -> list[str]:
-    """A line for the ids of a text, and one for each of its arrays."""
+    """A line with the token ids of a window, and a line for each of its arrays."""
     lines = [f"ids {' '.join(map(str, window['ids']))}"]
     for name, array in window["arrays"].items():
-        numbers = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in array.tolist())
-        lines.append(f"{name} {' '.join(numbers)}")
+        words = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in array.tolist()]
+        lines.append(f"{name} {' '.join(words)}")
     return lines

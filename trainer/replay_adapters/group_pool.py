@@ -1,7 +1,8 @@
 """GroupPool: a replay table for the trainer of another project.
 
-It draws groups, inserts groups, and counts policy versions. With `on_unavailable="continue"`, the run goes on while the
-server is away: draws return no groups, inserts are lost, and each further call tries once to reach the server.
+A GroupPool draws groups, inserts groups, and counts policy versions. With `on_unavailable="continue"`, the run goes on
+while the server is away: draws return no groups, inserts are lost, and each further call tries once to reach the
+server.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ continue: train on fresh groups alone, and try again with the next call. raise: 
 AWAY = (*GONE, ServerBusyError, StorageError)
 """Errors which mean that the server cannot answer now."""
 _PAUSE = 0.1
-"""Most seconds between two attempts of a call."""
+"""The longest pause between two attempts of a call, in seconds."""
 _RETRY = 1.0
-"""Seconds that the only attempt of a call may take while the server is away."""
+"""Limit, in seconds, on a call of `ask` while the server is known to be away. It makes only one attempt then."""
 
 
 def why_no_rows(group: RolloutGroup, *, sequences: bool = False, vocabulary: int | None = None) -> str:
     """The reason why a trainer of rows cannot train on a group; empty: it can.
 
-    Such a trainer has one advantage for all tokens of a row. Without `sequences`, the trainer also counts each row as a
-    rollout, so that a rollout of several sequences would have too much weight. `vocabulary`: the number of tokens of
-    the trainer's model; None: unknown.
+    Such a trainer has a row for each sequence, and one advantage for all tokens of a row. `sequences`: True if the
+    trainer takes rollouts of several sequences. If False, it counts each row as a rollout, so a rollout of several
+    sequences would have too much weight. `vocabulary`: the number of tokens of the trainer's model; None: unknown.
     """
     highest_id = max(group.prompt_ids.max(initial=0), group.completion_ids.max(initial=0))
     if vocabulary is not None and highest_id >= vocabulary:
@@ -78,7 +79,7 @@ class GroupPool:
     timeout: float | None = 60.0
     """Seconds that a call waits for a server that went away and, with `on_empty="wait"`, for groups."""
     max_staleness: int | None = None
-    """Groups that lag by more policy versions are not drawn."""
+    """The most policy versions by which a drawn group may lag behind; None: no limit."""
     sequences: bool = False
     """True if the trainer takes rollouts of several sequences: see `why_no_rows`."""
     vocabulary: int | None = None
@@ -86,7 +87,7 @@ class GroupPool:
     on_unavailable: OnUnavailable = "continue"
     """The reaction to a server that is away for `timeout`: see OnUnavailable."""
     problem: ReplayError | None = field(default=None, init=False)
-    """The error with which the server went away; None: the last call reached the server."""
+    """The error of the last call, if this call did not reach the server; None: the last call reached it."""
 
     def __post_init__(self) -> None:
         """Raises the errors that the class names."""
@@ -96,11 +97,11 @@ class GroupPool:
         self._offset: int | None = None
         """Policy version minus step, for this trainer; None: not known yet."""
         self._warned = False
-        """True once a warning has told that the table refused a group."""
+        """True after the warning that the table refused a group. This warning is logged only once."""
         self._unusable: set[int] = set()
         """The keys of the groups that a warning has named as unusable."""
         self._newly_unusable = 0
-        """Draws of unusable groups since the last call of `take_unusable`."""
+        """The number of draws of unusable groups since the last call of `take_unusable`."""
         self.client.server_info(tables=[self.table])  # raises if the server or the table is missing
 
     def advance(self, step: int) -> int:
@@ -115,7 +116,7 @@ class GroupPool:
             return version
         current = policy.version
         if version > current:
-            # InvalidRequestError: another trainer has set a higher version in the meantime.
+            # The server raises InvalidRequestError if another trainer has set a higher version since the request above.
             with suppress(InvalidRequestError):
                 self.ask(self.client.set_policy_version, version)
         return max(version, current)
@@ -123,7 +124,7 @@ class GroupPool:
     def version_of(self, step: int, at_least: int = 0) -> int:
         """The policy version after `step` updates: `step` plus an offset of this trainer, which is at least 0.
 
-        The first call that reaches the server fixes the offset. It makes the version of this call's `step` the highest
+        The first call that reaches the server fixes the offset. The offset is such that this call returns the highest
         of `step`, `at_least` and the server's version. While no call has reached the server, the offset is 0.
         """
         if self._offset is None:
@@ -138,11 +139,11 @@ class GroupPool:
     def replace(
         self, groups: Mapping[K, RolloutGroup], scope: str, accept: Callable[[RolloutGroup], bool]
     ) -> tuple[dict[K, Sample], dict[str, float]]:
-        """The groups of the table that replace zero-variance groups, by place, and metrics `replay/*`.
+        """Draws replacements for the zero-variance groups of a step, and inserts the other groups into the table.
 
-        `groups`: the groups of a step, by place, which is any key of the caller. Groups with variance are inserted into
-        the table. A group that is smaller than the largest group, because a rollout failed, is not replaced. `scope`
-        and `accept` are as in `draw`.
+        Returns the replacements by place, and metrics `replay/*`. `groups`: the groups of the step, by place. A place
+        is any key that the caller chooses. A group that is smaller than the largest group, because a rollout failed, is
+        not replaced. `scope` and `accept` are as in `draw`.
         """
         zero_variance = [place for place, group in groups.items() if not carries_gradient(group)]
         size = max((group.group_size for group in groups.values()), default=0)
@@ -152,7 +153,7 @@ class GroupPool:
             return group.group_size == size and accept(group)
 
         drawn = self.draw(len(places), scope, accept_of_size)
-        # After the draw, which therefore returns no group of this step.
+        # The groups of this step are inserted after the draw, so that the draw returns none of them.
         self.insert(group for place, group in groups.items() if place not in zero_variance)
         replaced = dict(zip(places, drawn, strict=False))  # not strict: the pool may have too few groups
         rewards = [float(group.rewards.mean()) for group in groups.values()]
@@ -171,16 +172,17 @@ class GroupPool:
     def draw(
         self, count: int, scope: str, accept: Callable[[RolloutGroup], bool], exclude: Iterable[int] = ()
     ) -> list[Sample]:
-        """Up to `count` informative samples for which `accept` returns True; fewer only if the table has no more, or if
-        the server is away.
+        """Draws `count` informative samples for which `accept` returns True. Returns fewer only if the table has no
+        more, or if the server is away.
 
         The server returns no group twice under one `scope`, so ranks that name the same scope in a step get different
-        groups. It returns no group with a key in `exclude`. Groups that the trainer cannot train on are left out. With
-        on_empty="wait", raises DeadlineExceededError if groups are missing at the end of the timeout.
+        groups. The server returns no group with a key in `exclude`. Groups that are too stale, or that the trainer
+        cannot train on, are left out. With on_empty="wait", raises DeadlineExceededError if groups are missing at the
+        end of the timeout.
         """
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
-        # The scope makes each further draw return other groups, so the loop ends.
+        # Because of the scope, each further draw returns other groups. So the loop ends when there are no further ones.
         while (missing := count - len(chosen)) > 0:
             attempt = partial(
                 self.client.sample,
@@ -205,7 +207,7 @@ class GroupPool:
     def insert(self, groups: Iterable[RolloutGroup]) -> int:
         """Inserts groups with their `trained_priority`. Returns the number of groups that the table accepted.
 
-        If the server is away or goes away, no further group is inserted.
+        If the server is away or goes away, inserts no further group.
         """
         inserted = 0
         for group in groups:
@@ -222,18 +224,20 @@ class GroupPool:
         return inserted
 
     def take_unusable(self) -> int:
-        """The number of draws of unusable groups since the last call of this method.
+        """Returns the number of draws of unusable groups since the last call of this method.
 
-        A group may be drawn and counted several times, because it stays in the table.
+        An unusable group stays in the table, so it may be drawn and counted several times.
         """
         count = self._newly_unusable
         self._newly_unusable = 0
         return count
 
     def puts_aside(self, sample: Sample, table: str, why: str = "") -> bool:
-        """True if the trainer cannot train on a group from `table`, which is then counted as unusable.
+        """Returns True if the trainer cannot train on a group from `table`, and counts this draw as one of an unusable
+        group.
 
-        The reason is `why` or, if this is empty, that of `why_no_rows`. A warning names each such group once.
+        `why`: the reason why the trainer cannot train on the group; empty: `why_no_rows` decides. A warning names each
+        unusable group once.
         """
         why = why or why_no_rows(sample.group, sequences=self.sequences, vocabulary=self.vocabulary)
         if not why:
@@ -261,15 +265,17 @@ class GroupPool:
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """Calls a method of the client that does not wait for groups. Returns its result; None while the server is
         away."""
-        limit = self.timeout if self.problem is None else _RETRY  # of each attempt
-        # A method that does not wait for groups only misses its deadline if the server does not answer.
-        return self._call(partial(method, *args, timeout=limit, **kwargs), *AWAY, DeadlineExceededError)
+        seconds = self.timeout if self.problem is None else _RETRY
+        attempt = partial(method, *args, timeout=seconds, **kwargs)
+        # A method that does not wait for groups misses its deadline only if the server does not answer. So this error
+        # also means that the server is away.
+        return self._call(attempt, *AWAY, DeadlineExceededError)
 
     def _call(self, attempt: Callable[[], T], *away: type[ReplayError]) -> T | None:
-        """The result of `attempt`, which is repeated for `timeout` seconds while the server is away.
+        """Returns the result of `attempt`, which is repeated for up to `timeout` seconds while the server is away.
 
-        After that, returns None or, with `on_unavailable="raise"`, raises the error of the last attempt. `away`: the
-        errors which mean that the server is away. Any other error is raised at once.
+        If the server is still away then, returns None or, with `on_unavailable="raise"`, raises the error of the last
+        attempt. `away`: the errors which mean that the server is away. Any other error is raised at once.
         """
 
         def judge(error: Exception, late: bool) -> None:

@@ -1,8 +1,8 @@
-"""The version of each framework that its adapter was tested with, and the hooks of the framework that it needs.
+"""For each framework: the version with which its adapter was tested, and the hooks that the adapter needs.
 
 A hook is a class or function of the framework that an adapter replaces or calls. Any release of the framework may
-change its hooks. They are checked when the adapter is imported, so that a difference ends the run at the import and not
-at the first step. Version numbers are not compared, because any version with all hooks should work.
+change its hooks. The hooks are checked when the adapter is imported, so that a difference ends the run at the import
+and not at the first step. Version numbers are not compared, because every version that has all the hooks should work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RUN_WITH = {
     "Miles": "radixark/miles at 31f1ca961a",
     "SkyRL": "NovaSky-AI/SkyRL at a9564572eb",
 }
-"""The version of each framework with which its adapter was tested, by the name of the framework."""
+"""Name of a framework -> the version with which its adapter was tested."""
 _SAMPLE = "Sample(tokens, response_length, rollout_log_probs, loss_mask, reward, status, index, ...)"
 HOOKS: dict[str, str] = {
     "TRL": """
@@ -56,16 +56,17 @@ HOOKS: dict[str, str] = {
         skyrl.train.fully_async_trainer:GeneratedOutputGroup(generator_output, global_step_when_scheduled, ...)
         """,
 }
-"""The hooks of each framework, by its name. Each line is a hook: `module:name`, or `module:name(parameters)` without
-`self`. The parameters must be exactly these in this order. If the last one is "...", there may be others, and the order
-does not matter."""
+"""Name of a framework -> its hooks. Each line is a hook: `module:name`, or `module:name(parameters)` without `self`.
+
+The function must have exactly these parameters in this order. If the last one is "...", the function may have further
+parameters, and their order does not matter."""
 
 
 @contextmanager
 def hooks_of(framework: str) -> Iterator[None]:
     """Checks the hooks of a framework, then runs the block, which imports from the framework.
 
-    Raises ImportError if a hook or an import is missing or different. The error names it, and the remedy.
+    Raises ImportError if a hook or an import is missing or different. The error names this difference and the remedy.
     """
     try:
         for line in HOOKS[framework].splitlines():
@@ -84,11 +85,12 @@ def _check_hook(hook: str) -> None:
     if not expected:  # the hook is written without its parameters
         return
     parameters = [parameter for parameter in inspect.signature(function).parameters if parameter != "self"]
-    names = expected.split(", ")
-    if parameters == names:
+    expected_parameters = expected.split(", ")
+    if parameters == expected_parameters:
         return
-    others_allowed = names[-1] == "..."
-    if not others_allowed or not set(names) <= {*parameters, "..."}:
+    others_allowed = expected_parameters[-1] == "..."
+    missing = set(expected_parameters) - {*parameters, "..."}
+    if missing or not others_allowed:
         raise AttributeError(f"{name} takes ({', '.join(parameters)}), not ({expected})")
 
 

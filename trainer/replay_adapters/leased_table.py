@@ -36,8 +36,8 @@ _POLL = 1.0
 
 
 class LeasedTable:
-    """One reader of a table, with leases on what it draws. Several threads may use `leases.expect`, `reach` and
-    `closed` at once. All else is for one thread at a time."""
+    """One reader of a table, with leases on the groups that it draws. Several threads may use `leases.expect`, `reach`
+    and `closed` at once. Only one thread at a time may use the other methods."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class LeasedTable:
         """`who`: the name of the reader in the log. `folder`: the folder of the lock and of the list of leases.
 
         `lease`: seconds after which the server takes back the groups of a reader that died and was not started again.
-        `pool`: the table of groups to replay; None: there is none, and `self.pool` only counts versions. `prefetch`:
+        `pool`: the table of groups to replay; None: no table, and `self.pool` only counts versions. `prefetch`:
         the number of batches to draw ahead. `access`: settings of the client that replace the settings of the
         environment. Raises TableNotFoundError if the server lacks a table.
         """
@@ -73,14 +73,14 @@ class LeasedTable:
             self.client.close()
             raise
         self.leases = GroupLeases(self.client, table, lease, folder, rank=0)
-        # Without `renumbers`, a run that resumes goes on counting from the newest version of the server.
+        # `renumbers=False`: a run that resumes goes on counting from the newest version of the server.
         self.protocol = ResumeProtocol(self.client, self.leases, config, renumbers=False, reach=self.reach)
         self.waiting = WaitLog(who)
         """Logs that the reader waits, and why."""
         self._who = who
         self._lock = FolderLock(folder)
         self._closed = threading.Event()
-        # The client calls `expect` before the lease of a batch begins, so that a file names the lease if this run dies.
+        # The client calls `expect` before the lease of a batch begins. So if this run dies, a file names the lease.
         self._batches = self.client.sampler(
             table, prefetch=prefetch, timeout=_POLL, lease=lease, on_lease=self.leases.expect
         )
@@ -92,12 +92,12 @@ class LeasedTable:
             raise RuntimeError(refusal)
 
     def draw(self) -> list[Sample]:
-        """The groups of the next batch, without groups that a checkpoint contains already; empty if no batch came in
-        time."""
+        """Draws the next batch. Returns its groups, except those that a checkpoint contains already. Returns an empty
+        list if no batch came in time, or if the server is away."""
         try:
             drawn = self.leases.hold(next(self._batches))
         except _LATER as error:
-            self._judge(error)  # pauses, or raises after `close`
+            self._judge(error)  # pauses if the server is away, and raises after `close`
             return []
         self.waiting.go_on()
         return drawn
@@ -110,15 +110,17 @@ class LeasedTable:
         except _LATER as error:
             logger.warning("the groups of this checkpoint are acknowledged with the next one: %s", error)
             return False
-        self.leases.settled(groups)  # their leases are no longer renewed
+        self.leases.settled(groups)  # ends the renewal of their leases
         return True
 
     def reach(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, which is repeated without limit while the table is full or the server is away.
+        """Returns the result of `attempt`, which is repeated without limit while the table is full or the server is
+        away.
 
         Raises any other error at once, and every error after `close`.
         """
-        # `try_patiently` calls `_judge` after each failed attempt. `_judge` pauses, so further pauses have 0 seconds.
+        # `try_patiently` calls `_judge` after each failed attempt. `_judge` already pauses, so `try_patiently` itself
+        # must not: a first pause of 0 seconds, doubled after each attempt, stays 0.
         result = try_patiently(attempt, self._judge, first=0.0)
         self.waiting.go_on()
         return result
@@ -133,7 +135,8 @@ class LeasedTable:
         self._closed.set()
         self._batches.close()
         self.leases.requeue()
-        if leave:  # last, because after any later call the server would take this client as running again
+        if leave:
+            # This is the last request, because after a later one the server would take this client as running again.
             self.client.leave()
         self._lock.release()
         self.client.close()
@@ -144,13 +147,16 @@ class LeasedTable:
         return self._closed.is_set()
 
     def _judge(self, error: Exception, _: bool = False) -> None:
-        """Pauses after a failed attempt, so that the caller can repeat it. Raises `error` if a repetition cannot
-        succeed, and any error after `close`."""
+        """Pauses after a failed attempt, so that the caller can then repeat the attempt.
+
+        Raises `error` if a further attempt cannot succeed, and raises every error after `close`. `try_patiently` passes
+        a second argument, which says whether the time is up. It is ignored, because the attempts have no time limit.
+        """
         if self._closed.is_set():
             raise error
         if not isinstance(error, _LATER):
             raise error
-        if isinstance(error, DeadlineExceededError):  # the failed attempt has waited already
+        if isinstance(error, DeadlineExceededError):  # the failed attempt has waited already, so no pause is needed
             return
         self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")
         self._closed.wait(_PAUSE)  # `close` ends the pause

@@ -69,8 +69,8 @@ _READS = "reads"
 
 @dataclass(frozen=True)
 class BufferSettings:
-    """Settings of ServerDataBuffer: attributes of Miles' arguments with "replay_" before them, which
-    `--custom-config-path` reads from a YAML file."""
+    """Settings of ServerDataBuffer. Each setting is an attribute of Miles' arguments, with "replay_" before its name.
+    `--custom-config-path` reads such attributes from a YAML file."""
 
     address: str | None = None
     """host:port; None: REPLAY_ADDRESS."""
@@ -78,7 +78,7 @@ class BufferSettings:
     """The table of finished groups. Its rate limiter bounds how far generation runs ahead, in the place of
     `--async-data-buffer-capacity-factor`. Its sampler chooses the next group to train on."""
     pool: str = "replay"
-    """The table that `table` forwards to. Only a `share` above 0 reads it."""
+    """The table to which `table` forwards its groups. The buffer reads it only if `share` is above 0."""
     share: float = 0.0
     """The share of groups that come from the pool, from 0 to 0.9. The share is lower if the pool lacks groups."""
     lease: float = 300.0
@@ -104,17 +104,19 @@ class BufferSettings:
 class Drains:
     """The drains of the buffer, and which of them a checkpoint of Miles contains.
 
-    Drain N collects the groups of rollout N of Miles.
+    Drain N collects the groups of rollout N of Miles. When the drain ends, `end` writes a file that names its groups.
+    Only after that can Miles train on these groups and save. So a run that goes on from checkpoint N finds the file of
+    drain N.
 
-    At the end of drain N a file names its groups, before Miles can train on them and save. So a run that goes on from
-    checkpoint N finds the file of drain N. Without `--save` there are no checkpoints. Then a drain counts as used up
-    when the second drain after it has ended, because Miles draws one drain ahead of training.
+    Without `--save` there are no checkpoints. Then a drain counts as used up when the second drain after it has ended,
+    because Miles draws one drain ahead of training.
     """
 
     def __init__(self, args: Any, folder: Path) -> None:
         """`args`: Miles' arguments. `folder`: the folder of the files."""
         self._save_folder = getattr(args, "save", None)
-        # In the file that names the last checkpoint, the FSDP backend writes the number of the next rollout instead.
+        # Miles' file `latest_checkpointed_iteration.txt` has the number of the last rollout in the checkpoint. Only the
+        # FSDP backend writes the number of the next rollout there.
         self._excess = 1 if getattr(args, "train_backend", None) == "fsdp" else 0
         self._folder = folder
         last_loaded = self._saved_in(getattr(args, "load", None))
@@ -124,14 +126,15 @@ class Drains:
         self._open: deque[tuple[int, TrainedGroups]] = deque()
         """(number, groups passed to `end`) of each ended drain that is not acknowledged, oldest first."""
 
-    def before(self) -> TrainedGroups:
-        """The groups in the checkpoint from which this run begins, except those that were acknowledged before it was
-        written.
+    def groups_of_checkpoint(self) -> TrainedGroups:
+        """Reads the groups in the checkpoint from which this run begins. Leaves out the groups that were acknowledged
+        before this checkpoint was written.
 
         Deletes the files of all other drains. The previous run may have trained on the groups of later drains, but this
         checkpoint does not contain that training.
         """
-        path = self._path(self.number - 1)  # of the last drain in the checkpoint
+        last_contained = self.number - 1  # the last drain in the checkpoint
+        path = self._path(last_contained)
         groups = TrainedGroups()
         if path.exists():
             groups = TrainedGroups.from_state_dict(json.loads(path.read_text()))
@@ -141,21 +144,22 @@ class Drains:
         return groups
 
     def end(self, groups: TrainedGroups) -> None:
-        """Ends the current drain.
+        """Ends the current drain, and writes its file.
 
-        `groups`: all groups of this drain and of earlier ones that are not acknowledged yet.
+        `groups`: all groups of this drain and of earlier drains that are not acknowledged yet.
         """
         write_whole(self._path(self.number), json.dumps(groups.state_dict()))
         self._open.append((self.number, groups))
         self.number += 1
 
     def used_up(self) -> TrainedGroups | None:
-        """The groups of the drains that a checkpoint contains by now; None: no further drain is in a checkpoint."""
+        """The groups of the drains that a checkpoint contains by now and that are not acknowledged; None: there are no
+        such drains."""
         if self._save_folder is None:
-            last = self.number - 3  # two drains have ended after this one
+            last_used = self.number - 3  # after it, the drains `number - 2` and `number - 1` have ended
         else:
-            last = self._saved_in(self._save_folder)
-        used = [groups for number, groups in self._open if number <= last]
+            last_used = self._saved_in(self._save_folder)
+        used = [groups for number, groups in self._open if number <= last_used]
         if not used:
             return None
         return used[-1]  # the groups of the newest drain include those of the drains before it
@@ -164,7 +168,8 @@ class Drains:
         """Forgets the drains up to that of `groups`, because the server has acknowledged their groups."""
         while self._open:
             number, groups_of_drain = self._open.popleft()
-            # The file of the drain before. The file of this drain stays for a run that goes on from its checkpoint.
+            # Delete the file of the drain before this one. The file of this drain stays, because a run that goes on
+            # from the checkpoint of this drain reads it.
             self._path(number - 1).unlink(missing_ok=True)
             if groups_of_drain is groups:
                 break
@@ -181,7 +186,7 @@ class Drains:
         if not path.exists():
             return -1
         text = path.read_text().strip()
-        if not text.isdigit():  # "release": the checkpoint has only weights
+        if not text.isdigit():  # the text "release" means that the checkpoint has only weights
             return -1
         return int(text) - self._excess
 
@@ -197,7 +202,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
 
     def __init__(self, input: DataBufferConstructorInput) -> None:
         """Raises RuntimeError if another trainer reads the table or uses the folder, ValueError for a bad setting,
-        TableNotFoundError if the server lacks a table, and ServerUnavailableError if none answers."""
+        TableNotFoundError if the server lacks a table, and ServerUnavailableError if no server answers."""
         args = input.args
         self._args = args
         settings = BufferSettings.of(args)
@@ -232,17 +237,17 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             queue.close(leave=False)
             raise
         self._drains = Drains(args, folder)
-        # None: Miles' checkpoints hold no state of the server, so only their groups are acknowledged, and all other
-        # groups of the run before are requeued.
-        queue.protocol.resume(self._drains.before(), None)
+        # Miles' checkpoints hold no state of the server, so `state` is None. Then `resume` only acknowledges the groups
+        # of the checkpoint, and requeues all other groups of the previous run.
+        queue.protocol.resume(self._drains.groups_of_checkpoint(), state=None)
         self._leases.start()
         self._drawing = threading.Lock()
-        """Held by `_draw`, which may run in several threads: the thread of a `get` that was cancelled runs on."""
+        """Held by `_draw`, which may run in several threads, because the thread of a cancelled `get` goes on."""
         self._ready: deque[tuple[Sample, bool]] = deque()
-        """(group, True if it is from the pool) for groups that are drawn and not handed out. There may be several
-        groups if a `get` was cancelled."""
+        """(group, True if it is from the pool) for each group that is drawn and not handed out yet. If a `get` was
+        cancelled, there may be several such groups."""
         self._keys: list[int] = []
-        """The keys of the fresh groups of this drain."""
+        """The keys of the fresh groups that this drain has drawn."""
         self._handed = 0
         """The number of groups that were handed out so far."""
         self._replayed = 0
@@ -250,21 +255,21 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._next_index = itertools.count(1)
         """Numbers for the negative indices of replayed groups."""
         self._version: int | None = None
-        """The version that Miles passed to the last `get` that had one; None: none had one."""
+        """The last version that Miles passed to `get`; None: Miles has passed no version so far."""
         self._policy_version = 0
-        """The same version in the server's count."""
+        """The policy version of the server that corresponds to `_version`. The draw of a `get` sets it; 0 before."""
         self._metric_gatherer = MetricGatherer()
         self._counts = dict.fromkeys(_COUNTS, 0)
         """The counters of the current drain, by the names of their metrics."""
         self._consumed_staleness: list[int] = []
-        """The staleness of each group with a version that this drain has drawn."""
+        """The staleness of each group that this drain has drawn and whose samples have weight versions."""
 
     # ----------------------------------------------------------------------------------------------------- put
 
     async def put(self, input: DataBufferInput) -> None:
         """Stores a finished group, unless it was aborted or the dynamic filter refuses it.
 
-        Returns when the server has confirmed the group. If the server has a `data_dir`, the group is on the disk then.
+        Returns when the server has confirmed the group. If the server has a `data_dir`, the group is then on its disk.
         """
         if any(sample.status == MilesSample.Status.ABORTED for sample in iter_samples(input.group)):
             self._counts["aborted_groups_filtered"] += 1
@@ -282,7 +287,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     def _insert(self, input: DataBufferInput) -> bool:
         """Inserts a group. Returns False if the table refused the group because it is stale already."""
         group = self._group_of(input)
-        # A random key of 63 bits, the same for all attempts, so that no group is stored twice.
+        # A random key of 63 bits. All attempts use the same key, so that no group is stored twice.
         key = uuid.uuid4().int >> 65
         insert = partial(self.client.insert, group, {self.settings.table: trained_priority(group)}, key=key)
         try:
@@ -292,7 +297,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return True
 
     def _group_of(self, input: DataBufferInput) -> RolloutGroup:
-        """A finished group of Miles as a group, which also holds its prompt group; `_entry` converts it back."""
+        """Converts a finished group of Miles, with its prompt group, to a RolloutGroup. `_entry` converts it back."""
         # Miles generates in place, so the samples of the prompt group are often the same objects as the samples of the
         # group. Such a sample of the prompt group is stored as its position in the group.
         positions = {id(sample): position for position, sample in enumerate(iter_samples(input.group))}
@@ -302,19 +307,20 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             version = self._policy_version
         else:
             version = self._reach(partial(self._pool.version_of, oldest))
-        return self._store.group_of(input.group, version, {"prompts": prompts, "versioned": oldest is not None})
+        more = {"prompts": prompts, "versioned": oldest is not None}
+        return self._store.group_of(input.group, version, more)
 
     # ----------------------------------------------------------------------------------------------------- get
 
     async def get(self, current_version: int | None = None, **_: Any) -> DataBufferInput:
-        """The next group to train on. Waits until there is one.
+        """Returns the next group to train on. Waits until there is one.
 
         Groups beyond `--max-weight-staleness` go to the handler of unused samples, as in Miles' own buffer.
         """
         if current_version is not None:
             self._version = current_version
         while True:
-            # A draw may wait, so it runs in a thread: Miles generates in this event loop.
+            # A draw may wait. It runs in a thread, because it must not block this event loop, in which Miles generates.
             await in_daemon_thread(partial(self._draw, current_version))
             sample, replayed = self._ready.popleft()
             entry, has_version = self._entry(sample.group)
@@ -325,7 +331,7 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
                 if limit is not None and staleness > limit:
                     self._counts["stale_groups_filtered"] += 1
                     self._handle_unused(entry.prompt_group)
-                    continue  # nothing to requeue: its lease ends together with the leases of its drain
+                    continue  # the stale group is not requeued: it is acknowledged with the other groups of its drain
             self._handed += 1
             if replayed:
                 self._replayed += 1
@@ -334,25 +340,29 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
             return entry
 
     def _draw(self, version: int | None) -> None:
-        """Draws until `_ready` has a group. `version`: the version that Miles passed to `get`."""
+        """Draws until `_ready` has a group. `version`: the version that Miles passed to `get`, or None."""
         with self._drawing:
             self._settle()
             if version is not None:
                 self._policy_version = self._reach(partial(self._pool.advance, version))
-            # True if the share is not exceeded by one replayed group more.
+            # The replayed groups must not exceed their share if the next group that is handed out is replayed.
             share_allows_replay = self._replayed + 1 <= self.settings.share * (self._handed + 1)
             if share_allows_replay:
-                self._ready.extend((sample, True) for sample in self._draw_again())
+                for sample in self._draw_from_pool():
+                    self._ready.append((sample, True))
             while not self._ready:
                 for sample in self._queue.draw():
                     self._keys.append(sample.info.key)
-                    if not self._pool.puts_aside(sample, self.settings.table, self._why_unusable(sample.group)):
+                    why = self._why_unusable(sample.group)
+                    if not self._pool.puts_aside(sample, self.settings.table, why):
                         self._ready.append((sample, False))
 
-    def _draw_again(self) -> list[Sample]:
-        """One group of the pool that this drain has not drawn yet; empty if the pool has no such group."""
+    def _draw_from_pool(self) -> list[Sample]:
+        """Draws one group of the pool that this drain has not drawn yet. Returns an empty list if the pool has no such
+        group."""
         scope = f"{self._name}/{self._drains.number}"
-        return self._reach(partial(self._pool.draw, 1, scope, self._usable, exclude=tuple(self._keys)))
+        draw = partial(self._pool.draw, 1, scope, self._usable, exclude=tuple(self._keys))
+        return self._reach(draw)
 
     def _usable(self, group: RolloutGroup) -> bool:
         """True if a group has samples of Miles, and as many rollouts as this run has for a prompt."""
@@ -367,9 +377,9 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return f"no samples of Miles, or not n_samples_per_prompt={self._args.n_samples_per_prompt} rollouts"
 
     def _entry(self, group: RolloutGroup) -> tuple[DataBufferInput, bool]:
-        """A stored group in the form in which Miles put it, and True if its samples have weight versions.
+        """Converts a group back to what Miles passed to `put`. Also returns True if its samples have weight versions.
 
-        The inverse of `_group_of`.
+        This is the inverse of `_group_of`.
         """
         read = self._store.read(group)
         assert read is not None
@@ -377,16 +387,16 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         samples = list(iter_samples(rollouts))
         prompts = []
         for prompt in more["prompts"]:
-            if isinstance(prompt, int):  # the position of a sample of the group: see `_group_of`
+            if isinstance(prompt, int):  # the position of a sample in the group, as `_group_of` stored it
                 prompts.append(samples[prompt])
             else:
                 prompts.append(prompt)
         return DataBufferInput(prompt_group=prompts, group=rollouts), more["versioned"]
 
     def _renumber(self, group: Any) -> None:
-        """Gives a replayed group indices that no other group of a batch has.
+        """Gives a replayed group indices and rollout ids that no other group of a batch has.
 
-        Miles sums the loss over the samples of one rollout id.
+        Miles sums the loss over the samples of one rollout id, so two rollouts must not share an id.
         """
         group_index = -next(self._next_index)
         for rollout in group:
@@ -406,15 +416,15 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
     # ------------------------------------------------------------------------------------------------- metrics
 
     def get_metrics(self) -> dict[str, float]:
-        """Ends a drain. Returns the metrics of Miles' own buffer under the same names, and four further metrics:
+        """Ends the current drain. Returns the metrics of Miles' own buffer under their names, and four further metrics:
 
         `replayed_groups`: groups of this drain that came from the pool. `groups_unusable`: groups that could not be
         trained on. `held_groups`: groups under leases, which no checkpoint contains yet. `server_away`: 1 if the server
-        did not answer this call, and then the metrics of the queue are missing; else 0.
+        did not answer this call, else 0. If it is 1, the metrics of the table are missing.
         """
         # Groups that are drawn and not handed out belong to the next drain.
         not_handed_out = [sample for sample, _ in self._ready]
-        # `trained` returns all groups under leases, of this drain and of earlier ones, except these.
+        # `trained` returns all groups under leases, of this drain and of earlier drains, except those.
         self._drains.end(self._leases.trained(not_handed_out))
         self._keys = [sample.info.key for sample in not_handed_out]
         metrics = {PREFIX + name: float(count) for name, count in self._counts.items()}
@@ -431,21 +441,22 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         return metrics
 
     def _queue_metrics(self) -> dict[str, float]:
-        """The metrics of the table, and `server_away`. Staleness is that of the first 1000 waiting groups.
+        """Requests the metrics of the table. Returns them with `server_away`.
 
-        Other methods try again until the server is back. Here each of three requests waits at most _METRICS_SECONDS.
+        `buffer_*_staleness` is about the first 1000 groups that wait in the table. Other methods try again until the
+        server is back. Here each of the three requests is made once, and waits at most _METRICS_SECONDS.
         """
         table = self.settings.table
         try:
-            # Repeated in each drain, because a restarted server has forgotten which table this client reads.
+            # The client describes itself in each drain, because a restarted server has forgotten which table it reads.
             self.client.describe({_READS: table}, timeout=_METRICS_SECONDS)
             info = self.client.server_info(tables=[table], timeout=_METRICS_SECONDS).tables[table]
             waiting = self.client.list_items(table, limit=1000, timeout=_METRICS_SECONDS).items
         except ReplayError:
             return {f"{PREFIX}server_away": 1.0}
         metrics = {f"{PREFIX}queue_size": float(info.size), f"{PREFIX}held_groups": float(info.reserved)}
-        has_published = self._version is not None  # without a version, the staleness of a group is unknown
-        if has_published and waiting:
+        knows_staleness = self._version is not None  # the staleness of a group is its distance from this version
+        if knows_staleness and waiting:
             staleness = [max(0, self._policy_version - item.policy_version) for item in waiting]
             metrics[f"{PREFIX}buffer_avg_staleness"] = sum(staleness) / len(staleness)
             metrics[f"{PREFIX}buffer_max_staleness"] = float(max(staleness))
@@ -466,8 +477,11 @@ class ServerDataBuffer(DataBuffer):  # type: ignore[misc]  # Miles has no types 
         self._queue.close()
 
     def _refuse_a_second_reader(self) -> None:
-        """Raises RuntimeError if another running trainer reads the table. If two trainers start at once, both may
-        raise, since each describes itself before it looks for the other."""
+        """Raises RuntimeError if another running trainer reads the table.
+
+        If two trainers start at the same time, both may raise it, because each describes itself before it looks for the
+        other.
+        """
         table = self.settings.table
         self.client.describe({_READS: table})
         for other in self.client.server_info().clients:
