@@ -434,7 +434,7 @@ def numbered_rows(rows: Any, template_columns: Sequence[str]) -> Any:
     if isinstance(rows, Mapping):
         splits = ", ".join(map(str, rows))
         raise ValueError(f"the prompts are in splits, {splits}: choose one, such as rows['train']")
-    # A streamed data set has no length. It has a `__getitem__` that always fails, because it is a data set of torch too.
+    # A streamed data set has no length. Its `__getitem__` always fails: it has one because it is a data set of torch.
     if is_of_arrow(rows) and hasattr(rows, "__len__"):
         return ArrowRows("the prompts", rows, rows.column_names, template_columns, in_memory=False)
     return rows
