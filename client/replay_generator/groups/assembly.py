@@ -83,7 +83,7 @@ def _known_mask(sequence: PlayedSequence) -> npt.NDArray[np.bool_]:
     """
     sampled_mask = sequence.sampled_mask[sequence.head :]
     is_unknown = np.isnan(sequence.logprobs[sequence.head :])
-    known_mask = sampled_mask & ~is_unknown
+    known_mask: npt.NDArray[np.bool_] = sampled_mask & ~is_unknown
     if not known_mask.any():
         return sampled_mask
     return known_mask
