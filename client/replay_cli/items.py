@@ -376,14 +376,18 @@ def _sequence_headline(sequence: Document, *, several: bool) -> str:
 
 
 def _turn_lines(sequence: Document, text: TokenText) -> list[str | Text]:
-    """The text of each turn of a sequence, with its role, its length, and how much of it is trained on."""
+    """The text of each turn of a sequence, with its role, its length, and how much of it is trained on.
+
+    In `sequence`, positions count from the end of the group's prompt: position 0 is the first token after this prompt.
+    `window` holds the tokens of the sequence from position 0 on. Of these, the first `context_tokens` tokens are the
+    sequence's own context, which no other sequence shares.
+    """
     from rich.text import Text
 
     lines: list[str | Text] = []
     for turn in sequence["turns"][:_MOST_TURNS]:
         ids = sequence["window"]["ids"][turn["start"] : turn["stop"]]
         role = turn["role"]
-        # The context follows the prompt of the group. It belongs only to this sequence.
         is_own_context = turn["stop"] <= sequence["context_tokens"]
         if role is None and is_own_context:
             role = "own context"

@@ -98,16 +98,16 @@ class DrawStream:
         self._closing = False
         """True while `close` ends the stream."""
         self._tasks: list[asyncio.Task[None]] = []
-        """The task that reads from the stream, and the task that writes to it."""
+        """The reading task, which reads from the stream, and the writing task, which writes to it."""
         self._unsent: deque[pb.DrawRequest | None] = deque()
-        """Requests that are not sent yet. None tells the task that writes to end."""
+        """Requests that are not sent yet. `close` adds None as the last entry: it tells the writing task to finish."""
         self._more = asyncio.Event()
-        """Set when there is a request to send."""
+        """Set when `_unsent` has a new entry."""
         self._draws: dict[int, asyncio.Future[Batch]] = {}
         """The draws under way, by the id of the request."""
         self._answers: deque[asyncio.Future[pb.SampleResponse]] = deque()
-        """The answers to acknowledgements, requeues and renewals that have not arrived yet, in the order in which the
-        requests were made. The server answers in this order."""
+        """The answers that have not arrived yet, to acknowledgements, requeues and renewals, in the order of the
+        requests. The server answers in this order."""
 
     def draw(self, request: pb.SampleRequest) -> asyncio.Future[Batch]:
         """Begins a draw, and returns the future of its batch. The future raises AioRpcError if the draw fails."""

@@ -611,9 +611,10 @@ def _cut_early(info: ServerInfo) -> Iterator[Finding]:
 
 
 def _refused_agents(info: ServerInfo) -> Iterator[Finding]:
-    """Reports generators that have refused several requests of agents in the last ten minutes, with the statuses.
+    """Finds the generators that have refused FEW_REFUSED or more requests of agents in the last ten minutes.
 
-    A client describes this in its setting `sessions`.
+    Each finding says how many requests were refused with each HTTP status, and why the last one was refused. A
+    generator reports these facts to the server in its setting `sessions`.
     """
     for name, settings in info.settings_of("generator"):
         facts = _described_facts(settings, "sessions", refused=dict, reason=str)

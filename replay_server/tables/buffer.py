@@ -443,9 +443,10 @@ class ReplayBuffer:
         self._progress(())
 
     def left(self, columns: Columns, slots: IntArray) -> None:
-        """Clears away rows that leave their table: a few rows at once, and many rows later, in slices.
+        """Clears away rows that leave their table.
 
-        Each table calls this function (`Table.on_leave`).
+        A few rows are cleared away immediately. Many rows are queued, and cleared away in slices later. Each table
+        calls this function (`Table.on_leave`).
         """
         items = self.items
         columns.leave(slots)
@@ -455,9 +456,9 @@ class ReplayBuffer:
             items.leaving.add(columns, slots)
             # Try the waiting inserts again, because an insert can clear away as many of these rows as it needs.
             items.freed = True
-            # `items.release` calls the hooks only when the rows are cleared away. But permits of marked items must be
-            # free at once. So the hooks are called now for the marked items that are lost. A hook may remove marks, so
-            # these items are found anew for each hook.
+            # Normally the hooks hear of an item when it is cleared away (`items.release`). But a marked item may hold a
+            # permit, which must become free now. So call the hooks now, with the marked items that are lost. A hook may
+            # unmark items, so compute the list again for each hook.
             for hook in items.on_gone:
                 lost: list[int] = []
                 for extension in self.extensions:

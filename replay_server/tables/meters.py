@@ -198,17 +198,19 @@ class FlowMeter:
     Draws before the trainer sets its first version do not count, because the number of versions before it is unknown.
     """
 
-    def __init__(self, versions: int = 32) -> None:
-        """`versions`: the most rises of the policy version that are remembered."""
-        self._finished: deque[tuple[int, int, int]] = deque(maxlen=versions)
-        """For each of the last rises of the policy version: by how many versions it rose, the number of items drawn
-        between the rise before and this one, and the total staleness of these items."""
+    def __init__(self, most_rises: int = 32) -> None:
+        """`most_rises`: the number of rises of the policy version that are remembered. Each call of `move` that raises
+        the policy version is one rise, by one version or by several."""
+        self._rises: deque[tuple[int, int, int]] = deque(maxlen=most_rises)
+        """The latest rises of the policy version, the oldest first. Each entry has three numbers: by how many versions
+        the policy version rose, how many items were drawn at the version before the rise, and the total staleness of
+        these items."""
         self._began = False
-        """True if the trainer has set a version."""
+        """True once the trainer has set a version."""
         self._drawn = 0
         """The number of items drawn since the policy version changed last."""
         self._staleness = 0
-        """The total staleness of these items."""
+        """The total staleness of the items that `_drawn` counts."""
 
     def draw(self, staleness: IntArray) -> None:
         """Counts drawn items. `staleness` (n,): by how many versions each item lags behind the policy."""
@@ -226,9 +228,9 @@ class FlowMeter:
         if versions == 0 and self._began:
             return
         if versions < 0:
-            self._finished.clear()
+            self._rises.clear()
         elif self._began:
-            self._finished.append((versions, self._drawn, self._staleness))
+            self._rises.append((versions, self._drawn, self._staleness))
         self._began = True
         self._drawn = 0
         self._staleness = 0
@@ -243,11 +245,11 @@ class FlowMeter:
         versions = 0
         drawn = 0
         staleness = 0
-        for rise, drawn_before_rise, staleness_before_rise in self._finished:
+        for rise, drawn_before_rise, staleness_before_rise in self._rises:
             versions += rise
             drawn += drawn_before_rise
             staleness += staleness_before_rise
-        assert versions >= len(self._finished), "the version rose by at least 1 each time"
+        assert versions >= len(self._rises), "the version rose by at least 1 each time"
         if not drawn:
             return None
-        return {"versions": len(self._finished), "drawn": drawn / versions, "staleness": staleness / drawn}
+        return {"versions": len(self._rises), "drawn": drawn / versions, "staleness": staleness / drawn}

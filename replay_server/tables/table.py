@@ -549,22 +549,24 @@ class Table:
         return int(max(0, most))
 
     def weigh(self, request: SampleRequest) -> dict[str, Any]:
-        """The weight of all items that `request` could draw now, as the fields of the message Weight of replay.proto.
+        """What the table could give to `request` now, as the fields of the message Weight of replay.proto.
 
-        It takes one pass over the items.
+        A client of several servers divides a batch among them by these numbers. `total` is the sum of the weights of
+        all items that the sampler could choose for `request`, and `squares` is the sum of the squares of these weights.
+        This takes at most one pass over the items.
         """
         excluded = self._excluded_slots(request)
         if self.balanced is None:
             values = []
-            weight, squares = self.sampler.weigh(excluded)
+            total, squares = self.sampler.weigh(excluded)
         else:
             values = self.balanced.weigh_values(excluded)
-            weight = sum(value["total"] for value in values)
+            total = sum(value["total"] for value in values)
             squares = sum(value["squares"] for value in values)
         # `most_samples` may be infinite, but the field must have a finite number.
         samples = min(self.limiter.most_samples(self.waiting.count), 1 << 62)
         return {
-            "total": weight,
+            "total": total,
             "squares": squares,
             "items": self.sampler.selectable() - excluded.size,
             "samples": int(samples),

@@ -74,7 +74,8 @@ class Pending(Generic[T]):
             self.on_done()
 
     def _leave(self, served: bool) -> None:
-        """Leaves all lines. `served`: True if the request has its result, which means that its lines have moved."""
+        """Leaves all lines. `served`: True if the request ends with a result. Then each line notes that it served a
+        request."""
         for line in self.lines:
             line.leave(self)
             if served:

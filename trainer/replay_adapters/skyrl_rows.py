@@ -72,9 +72,10 @@ _STORE = SampleStore(SkyRLRow)
 
 
 def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> RolloutGroup:
-    """SkyRL's output for one prompt as a group. `prompts`: the messages of the prompt, which `output_of` returns.
+    """Converts SkyRL's output for one prompt to a group.
 
-    Raises ValueError for an output without log-probabilities, or with a value that cannot be stored.
+    `prompts`: the messages of the prompt, which are only stored, so that `output_of` can return them. Raises
+    ValueError for an output without log-probabilities, or with a value that cannot be stored.
     """
     if output.get("rollout_logprobs") is None:
         raise ValueError("SkyRL's output has no rollout_logprobs: set generator.sampling_params.logprobs=1")
@@ -82,7 +83,7 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
     # The names of the lists that have an entry for each row.
     columns = [name for name, value in output.items() if isinstance(value, list) and len(value) == count]
     rollouts: list[Any] = []
-    rollout_ended = True  # True if the next row begins a rollout
+    next_begins_rollout = True  # True if the next row is the first one of a rollout
     for k in range(count):
         prompt = output["prompt_token_ids"][k]
         response = output["response_ids"][k]
@@ -94,11 +95,12 @@ def group_of(output: Mapping[str, Any], version: int, prompts: Any = None) -> Ro
         if row.is_last_step is None:  # not step-wise: each row is a rollout
             rollouts.append(row)
             continue
-        if rollout_ended:
+        if next_begins_rollout:
             rollouts.append([])
         rollouts[-1].append(row)
-        rollout_ended = row.is_last_step
+        next_begins_rollout = row.is_last_step
     rest = {name: value for name, value in output.items() if name not in columns}
+    # The rows hold only the lists in `columns`. `output_of` needs these further values to make the same output again.
     more = {"names": list(output), "columns": sorted(columns), "rest": rest, "prompts": prompts}
     return _STORE.group_of(rollouts, version, more)
 

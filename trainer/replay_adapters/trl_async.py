@@ -73,15 +73,17 @@ class _Group:
 class Progress:
     """Tracks how far TRL's AsyncGRPOTrainer has trained on the groups that it took from its queue.
 
-    TRL takes a sequence    ──▶    TRL collates a micro-batch    ──▶    TRL trains on the micro-batch
-    it gets place 1, 2, ...        `_collated` gets its last place      `_done` becomes its last place
+    The place of a sequence is its position in the order in which TRL takes sequences. The first place is 1.
+
+    TRL takes a sequence      ──▶  TRL collates a micro-batch       ──▶  TRL trains on the micro-batch
+    give it the next place         append the micro-batch's last         set `_done` to the last place
+                                   place to `_collated`                  of the micro-batch
 
     * TRL takes the sequences of groups one by one, and calls each of them a sample. A `Sample` of the server is a whole
       group.
-    * The place of a sequence is its position in the order in which TRL takes sequences. The first place is 1.
     * TRL keeps the order of the queue, so each micro-batch holds the sequences that follow those of the micro-batch
       before.
-    * TRL collates micro-batches before it needs them.
+    * TRL collates ahead, so `_collated` may hold the last places of several micro-batches.
     * TRL drops sequences that are too old or too long. A dropped sequence counts as done when a later one is done.
     * Only the thread of TRL's loop uses a Progress.
     """

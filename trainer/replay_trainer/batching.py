@@ -511,8 +511,9 @@ def padded_input(batch: Batch) -> ModelInput:
         input_ids_RS[row, :prompt_length] = prompts[group, :prompt_length]
         input_ids_RS[row, prompt_length:length] = completions[row, : length - prompt_length]
     columns_S = np.arange(S)
-    # The last token of the prompt predicts completion token 0, and completion token t is predicted t positions later.
-    # All these positions are in the flattened (R S). The mask leaves out the positions of padding.
+    # `predicts_BT[b, t]` is the index into the flattened `input_ids_RS` of the position that predicts completion token
+    # t of row b. For token 0 this is the last position of the prompt, and for token t it is t positions later. An entry
+    # means nothing if token t is padding, or if no prompt comes before token 0. `mask_BT` drops these entries below.
     prompt_ends_B = np.arange(R) * S + prompt_lengths_B - 1
     predicts_BT = torch.from_numpy(prompt_ends_B[:, None] + np.arange(batch.mask_BT.shape[1]))
 

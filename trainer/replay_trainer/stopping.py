@@ -67,12 +67,13 @@ class Stopping:
             self.agreed = True
 
     def together(self, action: Callable[[], T]) -> T:
-        """Takes an action that every rank takes, and returns its result on this rank. If the action raises Stopped on
-        one rank, raises Stopped on every rank."""
+        """Calls `action`, and returns this rank's result. All ranks call this method at the same point. If the action
+        raises Stopped on any rank, this method raises Stopped on all ranks."""
         results: list[T] = []  # the result of the action; empty: a stop ended the action on this rank
         with suppress(Stopped):
             results.append(action())
-        # The other ranks may still wait. If this rank was asked to stop, the call tells them, and so ends their waits.
+        # The other ranks may still wait in their actions. If this rank was asked to stop, `is_asked` tells the other
+        # ranks, which ends their waits.
         self.is_asked()
         was_stopped = not results
         if any(self._ranks.all(was_stopped)):

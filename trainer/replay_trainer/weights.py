@@ -201,7 +201,10 @@ def published(directory: Path) -> list[Path]:
 
 
 def frequencies_of(folder: Path) -> dict[str, Any]:
-    """The `frequency_facts` in the manifest of a published folder; empty: the model leaves no choice of frequencies."""
+    """The facts about the rotary frequencies (`frequency_facts`) in the manifest of a published folder.
+
+    Empty: the model has only one set of rotary frequencies, or another trainer wrote the manifest.
+    """
     found: dict[str, Any] = _manifest(folder).get("frequencies", {})
     return found
 

@@ -4,8 +4,8 @@ A segment is written under a name that ends with `.tmp`, forced to the disk, and
 a name. The writer holds a lock on the file. If the writer is killed, the next archiver finds the file without a lock,
 and removes it.
 
-A segment has the rows of `replay table export`, and a column with the time of the insert. If segments are sorted by
-their names, the first one is the one that was begun first.
+The rows of a segment have the form that `replay table export` writes, with one more column: the time of the insert. The
+names of the segments sort in the order in which the segments were begun.
 """
 
 from __future__ import annotations

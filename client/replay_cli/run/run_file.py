@@ -442,7 +442,7 @@ def _config_of(path: Path, serve: Settings) -> Config:
         raise ValueError(f"{path}: {explain(error, sections='serve.')}") from error
 
 
-# ------------------------------------------------------------------------------------------------ across sections
+# ----------------------------------------------------------------------------------------------- checks across sections
 
 
 def _check_tables(path: Path, server: Config, trainer: GRPOConfig, generator: GeneratorConfig) -> None:

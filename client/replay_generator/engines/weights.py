@@ -537,7 +537,7 @@ def told_facts(facts: Mapping[str, Any]) -> str:
 
 
 def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any]) -> str:
-    """The reason that a trainer must refuse one of the connected generators, with the remedy; "": it refuses none.
+    """Why the trainer cannot train with one of the connected generators, and the remedy; "" if it can train with all.
 
     `clients`: the clients of the server. `own_facts`: the `model_facts` of the trainer.
     """
@@ -553,8 +553,8 @@ def why_other_model(clients: Iterable[ClientInfo], own_facts: Mapping[str, Any])
             own = _in_words(own_facts, other_facts)
             return (
                 f"generator {client.name} has another model or tokenizer ({other}) than this trainer ({own}): start "
-                f"both with the same one. Groups that are stored are of the generator's: `replay table reset --all` "
-                f"removes them"
+                f"both with the same one. The stored groups come from the generator's model: "
+                f"`replay table reset --all` removes them"
             )
     return ""
 

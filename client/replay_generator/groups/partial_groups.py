@@ -130,7 +130,8 @@ class PartialGroups:
         self._ready.append(group)
 
     async def next(self, *, surely: bool = False) -> PartialGroup | None:
-        """The oldest group that nobody works at; None: there is none. Pass `surely` if a group was just opened."""
+        """Returns the oldest group that nobody works at; None: there is none. `surely` has an effect only in
+        StoredPartialGroups."""
         if not self._ready:
             return None
         return self._ready.popleft()
@@ -220,10 +221,10 @@ class StoredPartialGroups(PartialGroups):
             raise
 
     async def next(self, *, surely: bool = False) -> PartialGroup | None:
-        """The oldest group that nobody works at, under a lease; None: there is none.
+        """Draws the oldest group that nobody works at, and leases it. Returns None if no group was found.
 
-        After a draw that found no group, this method returns None without a draw until SECONDS_PER_LOOK have passed,
-        unless `surely` is True. Pass `surely` if a group was just opened.
+        If the last draw found no group, the table is not asked again for SECONDS_PER_LOOK. `surely`: asks the table
+        even then. Pass it if a group was just opened.
         """
         if not surely and time.monotonic() < self._next_look:
             return None

@@ -140,7 +140,7 @@ def _name_of_signal(number: Any) -> str:
 _replace_functions()
 
 
-# ------------------------------------------------------------------------------------------------ the function
+# ---------------------------------------------------------------------------------- sending the function to the process
 
 
 def portable(function: Callable[..., Any]) -> bytes:

@@ -191,9 +191,9 @@ class SessionServer(Watch):
 
     async def __aenter__(self) -> SessionServer:
         """Starts the server. Raises OSError if its address is not available."""
-        # These routes are added here, and not in `__init__`, because the first route that fits decides and these fit
-        # every path: the routes of a subclass must come before them. The second route fits paths without a session,
-        # which `_serve` refuses.
+        # aiohttp takes the first route that fits a path. These two routes together fit every path, so they are added
+        # last, after the routes of a subclass. The second route catches the paths that name no session. `_serve`
+        # refuses requests for these paths.
         self.app.router.add_route("*", "/sessions/{id}{rest:/.*|}", self._serve)
         self.app.router.add_route("*", "/{rest:.*}", self._serve)
         await self._runner.setup()

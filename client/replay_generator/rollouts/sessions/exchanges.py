@@ -182,7 +182,7 @@ class Exchanges:
         best: Exchange | None = None  # the exchange that the messages up to here continue
         count = 0  # the number of messages up to and including the answer of `best`
         for number, message in enumerate(messages, start=1):
-            # The known conversations that have this message, in exactly this form, behind a conversation in `reached`.
+            # Digests of the known conversations that continue a conversation of `reached` with exactly this message.
             following = {followed_by(digest, message) for digest in reached} & self._beginnings
             differs = ""  # the part in which the message differs from a known answer
             if message["role"] == "assistant":
