@@ -121,12 +121,14 @@ class Placement:
 
         1. The shard on which this client has tried the key before: it may have the item.
         2. The shard that gave the samples that the item closes: no other shard knows their leases.
-        3. The shard that granted the permit, if it takes inserts: then its admission counts the group. Otherwise rules
-           4 to 6 choose the shard, and the admission of that shard counts the group. If the granting shard is
-           draining, the client then releases the permit (`settle`). If it is away, the permit stays in use until its
-           lease ends.
-        4. The owner of the key, if the owner is up. Rules 4 to 6 pass over a shard that has lately refused an item
-           because it is draining (`takes_inserts`), unless all shards have.
+        3. The shard that granted the permit, if it is up and does not drain: then its admission counts the group.
+           Otherwise rules 4 to 6 choose the shard, and the admission of that shard counts the group. If the granting
+           shard is draining, the client then releases the permit (`settle`). If it is away, the permit stays in use
+           until its lease ends.
+        4. The owner of the key, if the owner is up. Rules 3 to 6 pass over a shard that is draining. For a key that a
+           client chose at random, that is a shard that has lately refused any item. Another key may be on a draining
+           shard, which then confirms it: only a shard that has refused this very item is passed over. If all shards
+           would be passed over, none is.
         5. The shard with the next highest score that is up, if a client chose the key at random: then no other process
            has tried the key on the owner.
         6. The owner of the key, although it is away. Another process may have tried the key there before, so the insert
@@ -145,8 +147,11 @@ class Placement:
             return closed_on
         granted_by = self._fleet.named(item.granted_by)
         if granted_by is None:
-            return self._shard_for_key(item.key)
-        shard = granted_by if granted_by.takes_inserts else self._shard_for_key(item.key)
+            return self._shard_for_key(item)
+        if granted_by.is_up and not _refuses(granted_by, item):
+            shard = granted_by
+        else:
+            shard = self._shard_for_key(item)
         item.moved = granted_by.is_up and shard is not granted_by
         if granted_by.is_up:
             self._passed_over.discard(granted_by)
@@ -159,18 +164,16 @@ class Placement:
             )
         return shard
 
-    def _shard_for_key(self, key: int) -> Shard:
+    def _shard_for_key(self, item: Item) -> Shard:
         """The shard by rules 4 to 6 of `shard_for`."""
+        key = item.key
         rendezvous, shards = self._ranking()
         if is_random_key(key):  # the usual case, by the fast way
             owner = shards[rendezvous.owner(key)]
             if owner.takes_inserts:
                 return owner
         order = [shards[index] for index in rendezvous.order(key)]
-        # A shard that is up and draining is no candidate, unless all shards are draining. A shard that is away stays a
-        # candidate: by rule 6, the item may have to wait for this shard.
-        not_draining = [shard for shard in order if shard.takes_inserts or not shard.is_up]
-        candidates = not_draining or order
+        candidates = [shard for shard in order if not _refuses(shard, item)] or order
         if candidates[0].is_up or not is_random_key(key):  # rules 4 and 6
             return candidates[0]
         for shard in candidates:  # rule 5
@@ -189,7 +192,7 @@ class Placement:
                 with shard.expected():  # probes the shard if the answer is late
                     await shard.insert(item)
             except ShardDrainingError:
-                self.forget(item.key, shard)  # the next attempt, which `insist` makes, chooses another shard
+                self.forget(item, shard)  # the next attempt, which `insist` makes, chooses another shard
                 raise
             except ServerUnavailableError as error:
                 self._remember(item, shard)
@@ -250,13 +253,14 @@ class Placement:
 
         return await self._fleet.insist(attempt, item.timeout)
 
-    def forget(self, key: int, shard: Connection) -> bool:
-        """Notes that the shard is draining, and does not have the key.
+    def forget(self, item: Item, shard: Connection) -> bool:
+        """Notes that the shard is draining, and does not have the item.
 
         Returns True: another shard may get the item.
         """
         assert isinstance(shard, Shard)
-        self._tried.pop(key, None)
+        self._tried.pop(item.key, None)
+        item.refused_by |= {shard.name}
         shard.is_draining()
         return True
 
@@ -314,6 +318,18 @@ class Placement:
             assert len(set(names)) == len(names), f"two shards would have the same keys: {names}"
             self._ranked = Rendezvous(names), shards
         return self._ranked
+
+
+def _refuses(shard: Shard, item: Item) -> bool:
+    """True if the shard is draining, and does not have the item already, so that it would refuse the item.
+
+    A draining shard confirms an item that it has. It may have an item whose key was not made at random, because another
+    process may have inserted the item before. A shard that is away does not count as draining: by rule 6 of `shard_for`
+    the item may have to wait for it.
+    """
+    if shard.takes_inserts or not shard.is_up:
+        return False
+    return is_random_key(item.key) or shard.name in item.refused_by
 
 
 def _keys_of(request: Any) -> Keys:
