@@ -170,15 +170,23 @@ def _column(
         return {name: _behind(contexts_S, map(np.asarray, rows))}
     # A ragged column has the values of all rows one after the other, and T + 1 offsets. The offsets of a row count from
     # its own first value, so add the number of values of the rows before.
-    offsets = [np.zeros(1, np.int8)]  # int8, so that `concatenate` below keeps the dtype of signed `row_offsets`
+    offsets = [np.zeros(1, np.int64)]
     start = 0
-    for context, (_, row_offsets) in zip(contexts_S, rows, strict=True):
+    for context, (_, offsets_of_row) in zip(contexts_S, rows, strict=True):
+        row_offsets = np.asarray(offsets_of_row)
+        if row_offsets.dtype.kind not in "iu":
+            raise ValueError(f"columns has {name!r} with offsets of the type {row_offsets.dtype}: give integers")
+        # In a narrow type of the row the sums could overflow, and NumPy adds uint64 and int64 as floats.
+        row_ends = row_offsets[1:].astype(np.int64)
         # A token of the context has no values: its offset is 0, the end of what comes before the row.
-        ends = np.pad(np.asarray(row_offsets)[1:], (context, 0))
-        offsets.append(start + ends)
+        offsets.append(start + np.pad(row_ends, (context, 0)))
         start += int(row_offsets[-1])
+    # The rows decide the type, by their first one, if that type can hold the last offset.
+    dtype = np.asarray(rows[0][1]).dtype
+    if start > np.iinfo(dtype).max:
+        dtype = np.dtype(np.int64)
     values = [row_values for row_values, _ in rows]
-    return {name: np.concatenate(values), name + OFFSETS: np.concatenate(offsets)}
+    return {name: np.concatenate(values), name + OFFSETS: np.concatenate(offsets).astype(dtype)}
 
 
 def _common_beginning(rows: list[Int32], columns: Sequence[Sequence[Any]] = ()) -> int:
