@@ -270,10 +270,9 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
         f"{_versions('replay/staleness_mean', lines)} (replayed groups)"
     )
     clipped = _mean_of("correction/clipped_fraction", lines)
-    yield (
-        f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, "
-        f"{'weights off' if math.isnan(clipped) else f'{clipped:.2%} of the tokens at a bound of the weights'}"
-    )
+    # The correction has one ratio for each token, or for each sequence.
+    weights = "weights off" if math.isnan(clipped) else f"{clipped:.2%} of the ratios clamped or masked"
+    yield f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, {weights}"
     yield (
         f"speed               {sum(line['train/tokens'] for line in lines) / seconds:.0f} tokens/s trained, "
         f"{seconds / len(lines):.2f} s a step"
