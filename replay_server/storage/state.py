@@ -343,7 +343,8 @@ class ChangeCollector:
         """Yields the changes of records of scopes: the deletions of outdated records, and new records in their place.
 
         A changed scope gets a new record, because the order of the names is the order in which scopes are restored.
-        Scopes that have changed since the same Delta get their new records in any order.
+        Scopes that have changed since the same Delta get their new records in the order of their last use, the newest
+        last.
         """
         changed = self._changed_scopes
         self._changed_scopes = set()
@@ -353,13 +354,15 @@ class ChangeCollector:
         outdated = (self._scopes.keys() - present) | (self._scopes.keys() & changed)
         for table_and_scope in outdated:
             yield self._scopes.pop(table_and_scope), None
-        for name, scope in changed & present:
-            table = buffer.tables[name]
-            # Outstanding batches are recorded as if they had not been drawn.
-            keys_given_out = table.scopes.keys_under(scope) - buffer.outstanding.drawn_in_scope(table, scope)
-            record = SCOPE + NUMBER % next(self._numbers)
-            self._scopes[name, scope] = record
-            yield record, pack([name, scope, np.array(sorted(keys_given_out), dtype="<u8").tobytes()])
+        for name, table in buffer.tables.items():
+            for scope in table.scopes:
+                if (name, scope) not in changed:
+                    continue
+                # Outstanding batches are recorded as if they had not been drawn.
+                keys_given_out = table.scopes.keys_under(scope) - buffer.outstanding.drawn_in_scope(table, scope)
+                record = SCOPE + NUMBER % next(self._numbers)
+                self._scopes[name, scope] = record
+                yield record, pack([name, scope, np.array(sorted(keys_given_out), dtype="<u8").tobytes()])
 
 
 def _first_free_number(state: State) -> int:
