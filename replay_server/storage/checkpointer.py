@@ -174,7 +174,8 @@ class Checkpointer:
                 some_keys = known[start : start + _KEYS_PER_YIELD]
                 # Leaves out keys that were forgotten while the keys before them were written.
                 entry = collector.remembered_ids(buffer.known_keys.kind, some_keys)
-                await self._commit(copy, Delta(remembered=[entry]))
+                if entry.ids:  # a server cannot start from a record without ids
+                    await self._commit(copy, Delta(remembered=[entry]))
             keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
             await self._in_thread(keys.sort)  # LMDB fills its pages if keys come in ascending order
             collector.changed(keys)
