@@ -574,9 +574,10 @@ class LoopWatch:
         if frame is not None:
             frames = list(traceback.extract_stack(frame))
         # The index of the frame that this file called last: a user's function. 0: this file has called no function.
+        # `run` calls no user's function, but the event loop itself.
         start = 0
         for index, summary in enumerate(frames):
-            if summary.filename == __file__:
+            if summary.filename == __file__ and summary.name != run.__name__:
                 start = index + 1
         if 0 < start < len(frames):
             place = f"in function {frames[start].name!r}{own_line(frames[start:])}"
