@@ -416,6 +416,16 @@ async def test_completions_of_a_client_that_makes_tokens_itself_count_towards_th
     assert session.context_full
 
 
+@pytest.mark.parametrize("text", ["four", "четы", "四四四四"])
+async def test_a_text_counts_with_its_bytes_and_not_with_its_characters(text):
+    session = session_of(Drawing(), bounds={"most_bytes": 1})
+    request = Ask([user(text)])
+    tokens = await session.count(request) + session.task.sampling.max_tokens
+    nbytes = len(text.encode())
+    with pytest.raises(Refusal, match=f"this turn needs {nbytes + 64 * tokens}:"):
+        await ask(session, user(text))
+
+
 async def test_a_turn_that_failed_takes_nothing_of_the_bounds():
     engine = Drawing(says=["x"])
     session = session_of(engine, bounds={"most_turns": 1})

@@ -275,7 +275,8 @@ class Session:
     ) -> Completion:
         """Draws a turn, if the bounds of the session allow it. `limit`: the most tokens of the turn. `sampling`: values
         that replace those of the generator, by name. Raises Refusal, and any error of the engine."""
-        text_bytes = len(exchange.words)  # counts a character as one byte
+        # `surrogatepass`: JSON can hold half of a surrogate pair, which has no bytes otherwise.
+        text_bytes = len(exchange.words.encode(errors="surrogatepass"))
         if exchange.before is None:  # the whole request is new; its tools, for example, are not in `words`
             text_bytes = max(ask.size, text_bytes)
         # Room for all tokens that the turn may draw is reserved here, because other turns may begin while this turn is
