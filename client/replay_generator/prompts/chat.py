@@ -104,6 +104,11 @@ def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
     return [int(token) for token in tokenizer.encode(rendered, add_special_tokens=False)]
 
 
+def check_text(text: str) -> None:
+    """Raises ChatError for half a surrogate, which no tokenizer takes."""
+    _checked("the text", text)
+
+
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text that the policy continues. A template may have rendered the text.
 
@@ -113,7 +118,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     would end the text. If the tokenizer splits a text with added tokens in another way than without, returns the tokens
     as they are. Raises ChatError for half a surrogate.
     """
-    _checked("the text", text)
+    check_text(text)
     ids = [int(token) for token in tokenizer.encode(text)]
     special = set(getattr(tokenizer, "all_special_ids", ()))
     if not special.intersection([*ids[:1], *ids[-1:]]):  # the tokenizer has added nothing

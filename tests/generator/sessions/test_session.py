@@ -287,6 +287,15 @@ async def test_a_text_of_stop_ends_the_turn_with_the_token_that_completes_it():
     assert (sequence.drawn[0][1]["routed"] == drawn.extras["routed"][:9]).all()
 
 
+async def test_a_text_prompt_with_half_a_surrogate_is_refused_at_its_beginning_and_where_it_goes_on():
+    session = session_of(Drawing(says=["one"]))
+    session.delivered(await session.ask(Ask(prompt="say "), b"1"))
+    for prompt in ("say \ud800", "say one<e>\ud800"):
+        with pytest.raises(Refusal, match="the text holds half of a surrogate pair"):
+            await session.ask(Ask(prompt=prompt), prompt.encode(errors="surrogatepass"))
+    assert len(session.answers) == 1
+
+
 async def test_a_text_prompt_goes_on_after_the_tokens_of_the_one_that_it_begins_with():
     engine = Drawing(says=["one", "two", "three"])
     session = session_of(engine)
