@@ -37,11 +37,12 @@ class SegmentWriter:
         """Makes the file in `folder`, under the name of an unfinished segment, and locks it."""
         from pyarrow import parquet
 
-        self._path = folder / f"groups-{time.time_ns():020d}-{secrets.token_hex(4)}.parquet"
-        self._unfinished = self._path.with_name(self._path.name + ".tmp")
         self._schema = schema_of(GROUP_COLUMNS)
-        self._file: Any = self._unfinished.open("xb")
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # until the file is closed
+        self._open(folder)
+        # Another archiver of this folder may have removed the file after it was made and before it was locked.
+        while not self._unfinished.exists():
+            self._file.close()
+            self._open(folder)
         # Payloads differ, so a dictionary of payloads would cost much and save nothing. Readers do not filter by
         # payloads and lists, so they need no statistics of such columns.
         flat = [name for name, kind in GROUP_COLUMNS.items() if kind in ("int", "float", "str")]
@@ -56,6 +57,13 @@ class SegmentWriter:
         """The rows that were written so far."""
         self.lacking: list[str] = []
         """A message for each row that was written without some columns, which could not be written."""
+
+    def _open(self, folder: Path) -> None:
+        """Makes a file with a new name, and locks it until it is closed."""
+        self._path = folder / f"groups-{time.time_ns():020d}-{secrets.token_hex(4)}.parquet"
+        self._unfinished = self._path.with_name(self._path.name + ".tmp")
+        self._file: Any = self._unfinished.open("xb")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Writes rows, without values that their columns cannot hold. The rows are on the disk only after `finish`."""
