@@ -131,7 +131,9 @@ _NO_COMMAND = re.compile(r"^No such command (.*?)\.(?= Did|$)")
 
 def _mistake(error: Any) -> str:
     """The mistake in a command line, in a sentence: `--limit must be at least 1`."""
-    is_unknown_option = hasattr(error, "possibilities")  # click's NoSuchOption has it: the options with similar names
+    # click's NoSuchOption has both: the option, and options with similar names. The NoSuchCommand of click 8.4 has
+    # `possibilities` too, which typer has put into the message already.
+    is_unknown_option = hasattr(error, "option_name") and hasattr(error, "possibilities")
     if is_unknown_option:
         hint = ""
         if error.possibilities:
@@ -139,9 +141,9 @@ def _mistake(error: Any) -> str:
         return f"there is no option {error.option_name}{hint}"
     parameter = getattr(error, "param", None)
     if parameter is None:  # the error is about the command line as a whole
-        # `format_message` of a BadParameter would put "Invalid value: " before the message.
-        message = str(error.message if isinstance(error, typer.BadParameter) else error.format_message())
-        message = _NO_COMMAND.sub(r"there is no command \1", message)
+        # `format_message` would add words: "Invalid value: " for a BadParameter, and the similar commands once more.
+        message = str(error.message)
+        message = _NO_COMMAND.sub(r"there is no command \1.", message)
         return message.replace(". Did", "; did").rstrip(".")  # one sentence: `...; did you mean ...?`
     name = parameter.metavar if parameter.param_type_name == "argument" else parameter.opts[0]
     if not error.message:  # click's error about a missing value has no message
