@@ -373,7 +373,8 @@ class RolloutGenerator:
             self._skip(error)
             return None
         if drawn is None:
-            if self._unfit:  # no prompt has fitted so far, and the table returns no other one now
+            # No prompt has fitted so far, and the table returns no other one now.
+            if self._unfit and not self._prompts.has_loaded:
                 _, reason = self._unfit[0]
                 raise reason
             return None

@@ -153,6 +153,7 @@ class PromptsTable(PromptQueue):
 
         None: there is none now, or the cursor was drawn, and perhaps further prompts were loaded. Call `next` again.
         """
+        self.has_loaded = False
         exclude: list[int] = []
         is_drawn_again = not self._times  # drawn prompts stay in the table, which could return one of them now
         if is_drawn_again:
@@ -431,6 +432,7 @@ class EpochPrompts(PromptsTable):
             position = 0
         assert (epoch, position) > (cursor.epoch, cursor.position), "a cursor goes forward"
         assert len(rows) <= WINDOW, len(rows)
+        self.has_loaded = True  # also if another generator turns out to load these prompts
         try:
             # A generator that was suspended for longer than the lease must stop, as another one loads these prompts.
             async with asyncio.timeout(self._config.prompts_lease):
