@@ -48,8 +48,7 @@ class Rollouts:
     def __init__(self, mask_BT: Tensor, rollout_B: Ints) -> None:
         """mask_BT: (B, T) bool. rollout_B: the rollout of each row, ascending."""
         self._source_BT = mask_BT
-        # A rollout begins at each row whose rollout differs from that of the row before; -1 is no rollout.
-        self.first_J = np.flatnonzero(np.diff(rollout_B, prepend=-1))
+        self.first_J = _first_rows(rollout_B)
         """The first row of each of the J rollouts."""
         self.joins = self.first_J.size < rollout_B.size
         """True if a rollout has several rows."""
@@ -674,7 +673,7 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
         if end - first != rows.size or len(temperatures) > 1:
             raise ValueError(f"the rows of group {index} must follow one another and have one temperature")
         # For each rollout of the group: its first row, and its number of rows.
-        first_G = first + np.flatnonzero(np.diff(host["rollout_B"][rows], prepend=-1))
+        first_G = first + _first_rows(host["rollout_B"][rows])
         counts_G = np.diff(first_G, append=end)
         loss_masks: list[npt.NDArray[Any]] | None = masks_B[first:end]
         if all(mask.all() for mask in masks_B[first:end]):
@@ -730,8 +729,8 @@ def _check(host: dict[str, npt.NDArray[Any]]) -> None:
                 f"policy did not write are False in loss_mask_BT alone"
             )
     host["loss_mask_BT"] = host["loss_mask_BT"].astype(np.bool_)
-    first_J = np.flatnonzero(np.diff(host["rollout_B"], prepend=-1))
     rollout_B = host["rollout_B"]
+    first_J = _first_rows(rollout_B)
     # A rollout whose rows are not adjacent begins at several rows.
     if np.unique(rollout_B[first_J]).size < first_J.size:
         raise ValueError("rollout_B: the rows of a rollout must follow one another")
@@ -744,6 +743,13 @@ def _check(host: dict[str, npt.NDArray[Any]]) -> None:
                 f"{name} has two values for the rollout {rollout_B[1:][~same_B][0]} of rollout_B: give all rows of a "
                 f"rollout the same"
             )
+
+
+def _first_rows(rollout_B: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The first row of each rollout, as (J,): each row whose index differs from that of the row before."""
+    begins_B = np.ones(rollout_B.size, np.bool_)
+    begins_B[1:] = rollout_B[1:] != rollout_B[:-1]
+    return np.flatnonzero(begins_B)
 
 
 def _rows(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> list[npt.NDArray[Any]]:

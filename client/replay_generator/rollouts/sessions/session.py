@@ -24,7 +24,7 @@ from replay_client.sampling_masks import other_sampling
 from replay_generator.config import MOST_BYTES, MOST_TURNS
 from replay_generator.engines import Completion, CompletionError, text_of
 from replay_generator.notices import say_once
-from replay_generator.prompts.chat import Message, rendered_ids, text_ids
+from replay_generator.prompts.chat import ChatError, Message, check_text, rendered_ids, text_ids
 from replay_generator.rollouts.rollout import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.rollouts.sessions.conversation import Conversation
 from replay_generator.rollouts.sessions.exchanges import Beginning, Exchange, Exchanges
@@ -275,7 +275,8 @@ class Session:
     ) -> Completion:
         """Draws a turn, if the bounds of the session allow it. `limit`: the most tokens of the turn. `sampling`: values
         that replace those of the generator, by name. Raises Refusal, and any error of the engine."""
-        text_bytes = len(exchange.words)  # counts a character as one byte
+        # `surrogatepass`: JSON can hold half of a surrogate pair, which has no bytes otherwise.
+        text_bytes = len(exchange.words.encode(errors="surrogatepass"))
         if exchange.before is None:  # the whole request is new; its tools, for example, are not in `words`
             text_bytes = max(ask.size, text_bytes)
         # Room for all tokens that the turn may draw is reserved here, because other turns may begin while this turn is
@@ -338,7 +339,7 @@ class Session:
                 return self._of_tokens(list(ask.prompt)), None
             beginning = self.exchanges.after_messages(ask.tools, ask.messages)
             return self._of_messages(ask.tools, beginning), beginning
-        except RolloutError as error:  # the policy cannot answer these messages: only this request fails
+        except (RolloutError, ChatError) as error:  # the policy cannot answer this prompt: only this request fails
             raise Refusal(str(error)) from error
 
     def _check_characters(self, ask: Ask) -> None:
@@ -354,7 +355,9 @@ class Session:
             raise self._full(counted(characters, "character"))
 
     def _of_text(self, text: str) -> Exchange:
-        """The new exchange for a prompt that is a text. The prompt continues the exchange whose text it begins with."""
+        """The new exchange for a prompt that is a text. The prompt continues the exchange whose text it begins with.
+        Raises ChatError for half a surrogate."""
+        check_text(text)
         tokenizer = self.task.tokenizer
         before = self.exchanges.after_text(text)
         if before is None:  # unlike `rendered_ids`, `text_ids` adds tokens such as BOS at the beginning
