@@ -131,8 +131,9 @@ _NO_COMMAND = re.compile(r"^No such command (.*?)\.(?= Did|$)")
 
 def _mistake(error: Any) -> str:
     """Describes the mistake in a command line in one sentence, such as `--limit must be at least 1`."""
-    # Only click's NoSuchOption has `possibilities`, which are the options with similar names.
-    is_unknown_option = hasattr(error, "possibilities")
+    # Only click's NoSuchOption has both attributes. `possibilities` are the options with similar names. The
+    # NoSuchCommand of click 8.4 has `possibilities` too, but typer has put these into its message already.
+    is_unknown_option = hasattr(error, "option_name") and hasattr(error, "possibilities")
     if is_unknown_option:
         hint = ""
         if error.possibilities:
@@ -140,11 +141,10 @@ def _mistake(error: Any) -> str:
         return f"there is no option {error.option_name}{hint}"
     parameter = getattr(error, "param", None)
     if parameter is None:  # the error is about the command line as a whole
-        if isinstance(error, typer.BadParameter):  # `format_message` would put "Invalid value: " before the message
-            message = str(error.message)
-        else:
-            message = str(error.format_message())
-        message = _NO_COMMAND.sub(r"there is no command \1", message)
+        # `format_message` would add words: "Invalid value: " to a BadParameter, and the commands with similar names, a
+        # second time, to a NoSuchCommand.
+        message = str(error.message)
+        message = _NO_COMMAND.sub(r"there is no command \1.", message)
         return message.replace(". Did", "; did").rstrip(".")  # one sentence: `...; did you mean ...?`
     name = parameter.metavar if parameter.param_type_name == "argument" else parameter.opts[0]
     if not error.message:  # click's error about a missing value has no message

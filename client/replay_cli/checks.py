@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -118,9 +119,10 @@ def _stretches_positions(config: Any) -> bool:
 def _without_torch() -> Iterator[None]:
     """Hides torch inside the block, so that transformers does not import torch, which takes ten seconds.
 
-    No tokenizer needs torch. If torch is imported already, for example by code of the user, torch is not hidden.
+    No tokenizer needs torch. If torch or transformers is imported already, for example by code of the user, torch is
+    not hidden: transformers has found torch then, and could not do without it any more.
     """
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or "transformers" in sys.modules:
         yield
         return
     # Without this variable, transformers would warn that there is no torch.
@@ -133,6 +135,22 @@ def _without_torch() -> Iterator[None]:
         del sys.modules["torch"]
         if advice is None:
             del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        else:
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
+
+
+def forget_transformers() -> None:
+    """Lets the next import of transformers find torch, if `model_files` has imported transformers without torch.
+
+    Call it before code of the user that may load a model, and only when the tokenizer of `model_files` is not needed
+    any more, because the tokenizer's own modules are forgotten too.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None or transformers.is_torch_available() or find_spec("torch") is None:
+        return
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "transformers":
+            del sys.modules[name]
 
 
 def check_weights(model: str) -> None:

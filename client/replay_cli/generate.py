@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replay_cli.checks import Check, check_listen, first_prompt, model_files, rewards_of_nothing
+from replay_cli.checks import Check, check_listen, first_prompt, forget_transformers, model_files, rewards_of_nothing
 from replay_cli.connection import access_of, parse_tags, timeout_of
 from replay_cli.options import (
     CommandSettings,
@@ -346,6 +346,7 @@ def _check(
     files = model_files(model, max_length)
     prompt, prompt_ids = first_prompt(rows, files, settings)
     line = f"{model}: the first prompt, {prompt.prompt_id!r}, has {counted(len(prompt_ids), 'token')}"
+    forget_transformers()  # a reward function may load a model
     rewards_by_name = rewards_of_nothing(rewards or (), prompt, settings, has_rollouts=hook is single_turn)
     if rewards_by_name:
         words = [f"{name} {value:g}" for name, value in rewards_by_name.items()]

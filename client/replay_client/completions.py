@@ -177,16 +177,25 @@ def _column(
         return {name: _behind_contexts(context_lengths_S, values_S)}
     # A ragged column has the values of all rows one after the other, and T + 1 offsets. The offsets of a row count from
     # its own first value, so add the number of values of the rows before.
-    offsets = [np.zeros(1, np.int8)]  # int8, so that `concatenate` below keeps the dtype of signed `row_offsets`
+    offsets = [np.zeros(1, np.int64)]
     start = 0  # the number of values of the rows before
-    for context_length, (_, row_offsets) in zip(context_lengths_S, rows, strict=True):
+    for context_length, (_, offsets_of_row) in zip(context_lengths_S, rows, strict=True):
+        row_offsets = np.asarray(offsets_of_row)
+        if row_offsets.dtype.kind not in "iu":
+            raise ValueError(f"columns has {name!r} with offsets of the type {row_offsets.dtype}: give integers")
+        # Add in int64: a narrow type could overflow, and NumPy adds uint64 and int64 as floats.
+        row_ends = row_offsets[1:].astype(np.int64)
         # The offset behind each token is the end of its values. The tokens of the context have no values, so their ends
         # are 0, the beginning of the row's values.
-        ends = np.pad(np.asarray(row_offsets)[1:], (context_length, 0))
+        ends = np.pad(row_ends, (context_length, 0))
         offsets.append(start + ends)
         start += int(row_offsets[-1])
-    values = [row_values for row_values, _ in rows]
-    return {name: np.concatenate(values), name + OFFSETS: np.concatenate(offsets)}
+    values = np.concatenate([row_values for row_values, _ in rows])  # raises ValueError if there is no row
+    # The result has the type of the first row's offsets, if this type can hold the last offset.
+    dtype = np.asarray(rows[0][1]).dtype
+    if start > np.iinfo(dtype).max:
+        dtype = np.dtype(np.int64)
+    return {name: values, name + OFFSETS: np.concatenate(offsets).astype(dtype)}
 
 
 def _common_size(prompts: list[Int32], columns: Sequence[Sequence[Any]] = ()) -> int:

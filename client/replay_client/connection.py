@@ -273,7 +273,7 @@ class OneServer(Connection):
     def shard_for(self, item: Item) -> OneServer:
         return self
 
-    def forget(self, key: int, shard: Connection) -> bool:
+    def forget(self, item: Item, shard: Connection) -> bool:
         """Returns False: the item cannot be inserted into another server, because there is none."""
         return False
 

@@ -195,6 +195,8 @@ class Item:
     moved: bool = False
     """True if the item is inserted into another shard than the one that granted the permit. The client then tells the
     granting shard that the permit is used (`ReleasePermits`)."""
+    refused_by: frozenset[str] = frozenset()
+    """The names of the shards that have refused this item because they are draining. These shards do not have it."""
 
     @classmethod
     def segment(

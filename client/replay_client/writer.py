@@ -233,7 +233,7 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
             for item in items:
                 is_draining = isinstance(errors.get(item.key), ShardDrainingError)
                 # `forget` returns True if another server may get the item. The item then stays in flight.
-                if is_draining and self._placement.forget(item.key, line.shard):
+                if is_draining and self._placement.forget(item, line.shard):
                     del errors[item.key]
                     other_line = self._line_for(item)
                     other_line.add(item)  # ignore the returned callback, because the last loop below calls `send`

@@ -49,6 +49,8 @@ def tag_counts(info: ServerInfo, table: TableInfo) -> Iterator[TagCounts]:
     given_up = _given_up(info, table.name)
     for counted_tag in table.tags:
         if counted_tag.too_many:  # the server has no counts of its values
+            if counted_tag.name == ENVIRONMENT:
+                given_up = {}  # without the server's counts, the groups given up would seem to be all groups
             continue
         counts = TagCounts(counted_tag.name)
         for value in counted_tag.values:

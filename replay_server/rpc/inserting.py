@@ -84,8 +84,6 @@ class InsertMethods:
                 ticket = self._journal.ticket()
                 await asyncio.wait([ticket])  # raises no error: `refuse_unwritten` looks at the ticket
                 refuse_unwritten(all_rows, self._journal, ticket)
-        if len(all_rows) < len(request.head.keys):  # cannot happen: `run` refuses a message that lacks payload bytes
-            raise invalid("the payload is shorter than payload_sizes says")
         return all_rows.message()
 
     async def InsertStream(self, call: Call) -> None:

@@ -179,7 +179,8 @@ class Checkpointer:
                 some_keys = known_keys[start : start + _KEYS_PER_YIELD]
                 # `remembered_ids` leaves out keys that the buffer forgot while the keys before them were written.
                 entry = collector.remembered_ids(buffer.known_keys.kind, some_keys)
-                await self._commit(copy, Delta(remembered=[entry]))
+                if entry.ids:  # a server cannot start from a record without ids
+                    await self._commit(copy, Delta(remembered=[entry]))
             keys = np.fromiter(buffer.items, np.uint64, len(buffer.items))
             await self._in_thread(keys.sort)  # LMDB fills its pages only if the keys come in ascending order
             collector.changed(keys)

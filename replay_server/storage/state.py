@@ -364,8 +364,8 @@ class ChangeCollector:
         """Yields the deletion of each outdated record of a scope, and a new record of each changed scope.
 
         Scopes are restored in the order of the names of their records, and the scope used last must come last. So a
-        changed scope gets a new record, with a new highest number in its name. Scopes that have changed between the
-        same two Deltas get their new records in any order.
+        changed scope gets a new record, with a new highest number in its name. Scopes of a table that have changed
+        between the same two Deltas get their new records in the order of their last use, the newest last.
         """
         changed = self._changed_scopes
         self._changed_scopes = set()
@@ -376,14 +376,16 @@ class ChangeCollector:
         for table_and_scope in outdated:
             record_name = self._scope_record_names.pop(table_and_scope)
             yield record_name, None
-        for table_name, scope in changed & present:
-            table = buffer.tables[table_name]
-            # Outstanding batches are recorded as if they had not been drawn.
-            keys = table.scopes.keys_under(scope) - buffer.outstanding.drawn_in_scope(table, scope)
-            packed_keys = np.array(sorted(keys), dtype="<u8").tobytes()
-            record_name = SCOPE + NUMBER % next(self._record_numbers)
-            self._scope_record_names[table_name, scope] = record_name
-            yield record_name, pack([table_name, scope, packed_keys])
+        for table_name, table in buffer.tables.items():
+            for scope in table.scopes:  # from the scope used longest ago to the current one
+                if (table_name, scope) not in changed:
+                    continue
+                # Outstanding batches are recorded as if they had not been drawn.
+                keys = table.scopes.keys_under(scope) - buffer.outstanding.drawn_in_scope(table, scope)
+                packed_keys = np.array(sorted(keys), dtype="<u8").tobytes()
+                record_name = SCOPE + NUMBER % next(self._record_numbers)
+                self._scope_record_names[table_name, scope] = record_name
+                yield record_name, pack([table_name, scope, packed_keys])
 
 
 def _first_free_number(state: State) -> int:

@@ -225,7 +225,8 @@ class TableConfig(Model):
     max_size: int = Field(1_000_000, ge=1, le=MAX_COUNT)
     """The most items."""
     max_bytes: Bytes | None = None
-    """The most bytes of payloads and labels; absent: only the bound of the server applies."""
+    """The most bytes of payloads and labels; absent: only the bound of the server applies. Items that come back, from a
+    requeued batch or because the trainer went back, may exceed `max_size` and `max_bytes` until the next insert."""
     max_times_sampled: int = Field(0, ge=0, le=MAX_COUNT)
     """An item leaves after it has been sampled this often; 0: items may be sampled without end."""
     rate_limiter: RateLimiterConfig = RateLimiterConfig(type="min_size")

@@ -34,6 +34,8 @@ def test_update_changes_fields_and_says_from_what_to_what(client, replay):
     [
         ("tables --nonsense", 2, "there is no option --nonsense; see `replay tables --help`"),
         ("tables --addres 127.0.0.1:1", 2, "there is no option --addres; did you mean --address?"),
+        ("srve", 2, "there is no command 'srve'; did you mean 'serve', 'score'?; see `replay --help`"),
+        ("frobnicate", 2, "there is no command 'frobnicate'; see `replay --help`"),
         ("--address 127.0.0.1:0 serve", 2, "replay serve --listen HOST:PORT"),
         ("items", 2, "TABLE is needed; see `replay items --help`"),
         ("items nope", 1, "tables: rollouts, replay"),

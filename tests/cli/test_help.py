@@ -8,7 +8,7 @@ import shlex
 import pytest
 import typer.main
 
-from replay_cli.app import app
+from replay_cli.app import _mistake, app
 from replay_cli.options import in_one_form
 from tests.kit.processes import fails, run_replay
 
@@ -99,3 +99,18 @@ def test_an_option_of_a_command_is_its_own_where_the_whole_command_has_one_of_it
 def test_a_value_of_an_option_behind_a_command_is_checked_and_shown_as_before_it():
     for line in (("--timeout", "soon", "tables"), ("tables", "--timeout", "soon")):
         assert "--timeout must be a number; see `replay --help`" in fails(*line, status=2)
+
+
+class NoSuchCommand(Exception):
+    """The error of click 8.4 and later about an unknown command. It lists similar names, as that about options does."""
+
+    message = "No such command 'srve'. Did you mean 'serve'?"
+    command_name = "srve"
+    possibilities = ("serve",)
+
+    def format_message(self) -> str:
+        return f"{self.message} (Did you mean 'serve'?)"
+
+
+def test_an_unknown_command_is_named_also_by_the_error_of_newer_versions_of_click():
+    assert _mistake(NoSuchCommand()) == "there is no command 'srve'; did you mean 'serve'?"

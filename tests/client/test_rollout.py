@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -191,6 +192,38 @@ def make_columns() -> dict[str, tuple[str, list[Any]]]:
     ragged = [(np.array(values, np.int32), np.array(offsets, np.int64)) for values, offsets in sets]
     teacher = [np.float32([-1, -2]), np.float32([-3]), np.float32([])]
     return {"routing": ("whole", routing), "sets": ("ragged:token", ragged), "teacher": ("token", teacher)}
+
+
+def ragged_group(offsets: npt.NDArray[Any]) -> RolloutGroup:
+    """A group of two rows with two tokens. The column "sets" of each row has as many values as `offsets` (3,) say."""
+    values = np.arange(int(offsets[-1]), dtype=np.int32)
+    return group_from_rows(
+        prompts=[[1], [1]],
+        completions=[[7, 8], [9, 5]],
+        logprobs=[[-1.0, -1.0], [-2.0, -2.0]],
+        rewards=[1.0, 0.0],
+        advantages=[1.0, -1.0],
+        columns={"sets": ("ragged:token", [(values, offsets)] * 2)},
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "uint32", "uint64"])
+def test_ragged_offsets_of_rows_may_have_any_integer_type(dtype: str):
+    group = ragged_group(np.array([0, 2, 3], dtype))
+    assert group.extras["sets/offsets"].tolist() == [0, 2, 3, 5, 6]
+    assert group.extras["sets/offsets"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_ragged_offsets_that_outgrow_the_type_of_the_rows_get_a_wider_type(dtype: str):
+    last = int(np.iinfo(dtype).max)
+    group = ragged_group(np.array([0, 27, last], dtype))
+    assert group.extras["sets/offsets"].tolist() == [0, 27, last, last + 27, 2 * last]
+
+
+def test_ragged_offsets_of_rows_that_are_no_integers_are_one_error():
+    with pytest.raises(ValueError, match="'sets' with offsets of the type float32: give integers"):
+        ragged_group(np.array([0, 2, 3], np.float32))
 
 
 def test_columns_of_rows_come_back_row_by_row_and_share_a_prompt_only_where_they_agree():

@@ -13,6 +13,7 @@ from replay_client.shards.merging import merge_infos
 from replay_dashboard import diagnosis
 from replay_dashboard.diagnosis import Finding, Level, diagnose
 from replay_dashboard.health import verdict
+from replay_dashboard.tag_counts import tag_counts
 from replay_generator import GeneratorConfig, ScorerConfig
 from replay_generator.engines import SamplingConfig
 from replay_protos import replay_pb2 as pb
@@ -266,6 +267,21 @@ def test_a_healthy_server_has_no_trouble(situation):
 
 def test_each_trouble_of_a_sick_server_has_a_level_a_sentence_a_remedy_and_a_headline_if_it_stops_the_run(golden):
     golden("findings/troubles.txt", sections({name: text_of(troubles(info)) for name, info in SICK.items()}))
+
+
+def test_groups_given_up_count_with_those_of_the_server_and_not_without_them():
+    settings = GeneratorConfig(tables=("rollouts",)).described() | {"given_up": json.dumps({"code": 20})}
+    generator = pb.ClientInfo(name="gpu-7", role="generator", settings=json.dumps(settings))
+
+    def counted(tags: list[pb.TagCounts]) -> dict[str, int]:
+        """The generated groups of each environment."""
+        info = server(table("rollouts", QUEUE, tags=tags), clients=[generator])
+        counts = list(tag_counts(info, info.tables["rollouts"]))
+        return {value: of_value.generated for each in counts for value, of_value in each.values.items()}
+
+    assert counted([]) == {"code": 20}
+    assert counted([environments(math=(90, 0, 90), code=(10, 0, 10))]) == {"math": 90, "code": 30}
+    assert counted([environments(too_many=True)]) == {}
 
 
 OF_THE_COMMAND = {"not-encrypted", "no-server", "server-hangs", "refused", "slow"}

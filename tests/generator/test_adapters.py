@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replay_generator import GeneratorConfig, RolloutGenerator
-from replay_generator.engines import SamplingConfig
+from replay_generator.engines import EngineError, SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.vllm_http import Weights
 from tests.kit.clients import RecordingClient
@@ -113,6 +113,33 @@ async def test_an_adapter_of_a_larger_model_is_refused_by_the_name_of_a_tensor(e
     save_file(tensors, other / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"no place for '.*layers\.7\.mlp\.up_proj"):
         await engine.load_weights(str(other), 1)
+
+
+@pytest.mark.parametrize("before", ["base", "adapter", "whole weights"])
+async def test_an_adapter_that_does_not_fit_leaves_the_engine_as_it_was(engine, model, adapters, tmp_path, before):
+    weights = model
+    if before == "adapter":
+        weights = adapters[1]
+    elif before == "whole weights":
+        weights = make_version(model, tmp_path / "whole")
+    if before != "base":
+        await engine.load_weights(str(weights), 1)
+    for change in ("surplus", "shape"):
+        other = shutil.copytree(adapters[0], tmp_path / change)
+        tensors = load_file(other / "adapter_model.safetensors")
+        if change == "surplus":
+            tensors["base_model.model.model.layers.7.mlp.up_proj.lora_A.weight"] = torch.zeros(4, 64)
+        else:
+            last = list(tensors)[-1]
+            tensors[last] = torch.zeros(3, 3)
+        save_file(tensors, other / "adapter_model.safetensors")
+        with pytest.raises((ValueError, EngineError)):
+            await engine.load_weights(str(other), 2)
+        await check_scores(engine, weights)
+        (completion,) = await engine.generate([3, 9], SamplingConfig(max_tokens=8), 1)
+        check_completion(completion, [3, 9], SamplingConfig(), weights)
+    await engine.load_weights(str(adapters[0]), 2)
+    await check_scores(engine, adapters[0])
 
 
 def test_an_adapter_is_no_base_model_and_nothing_for_a_vllm_server(adapters):

@@ -1,5 +1,6 @@
 """A rollout is read and checked once, and its group is assembled once, whatever way the rollout came."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +139,10 @@ async def test_what_changes_in_a_rollout_after_it_has_ended_does_not_count():
     ("changes", "says"),
     [
         ({"loss_mask": [True]}, "a sequence has 6 token_ids, 5 in sampled_mask, 6 logprobs and 6 policy_versions"),
-        ({"extras": {"entropy": np.zeros(3)}}, "could not broadcast"),
+        (
+            {"extras": {"entropy": np.zeros(3)}},
+            "'entropy' of a completion has 3 rows, and the sequence ends after 2 tokens",
+        ),
         ({"extras": {"entropy": np.array(["a", "b"])}}, "has dtype <U1, not one of"),
         (
             {"extras": {"entropy": np.zeros(2)}, "axes": {"entropy": "sequence"}},
@@ -161,3 +165,38 @@ async def test_a_completion_that_no_group_can_hold_loses_its_rollout_alone_with_
         assert says in group.meta["failures"][0]
         with pytest.raises(PromptError, match="2 of 4 rollouts failed"):
             await generate(RecordingClient(), engine, plays, group_size=4)
+
+
+DRAWN = replace(SAID, policy_versions=[0, 0])
+
+
+def sequence_of(*completions_rows: np.ndarray, axis: str = "token") -> RolloutSequence:
+    """A sequence with a completion of two tokens for each of these arrays, which are its extra "hidden"."""
+    sequence = RolloutSequence([1])
+    for rows in completions_rows:
+        extras = {"hidden": rows}
+        if axis == RAGGED:
+            extras["hidden" + OFFSETS] = np.array([0, 0, len(rows)])
+        sequence.append_completion(replace(DRAWN, extras=extras, axes={"hidden": axis}))
+    return sequence
+
+
+SHAPES = [((2,), (2, 2)), ((2, 2), (2,)), ((2, 2), (2, 1)), ((2, 1), (2, 2))]
+
+
+@pytest.mark.parametrize("axis", ["token", RAGGED])
+@pytest.mark.parametrize(("first", "second"), SHAPES)
+def test_rows_of_two_shapes_are_one_error_in_one_sequence_and_in_two(first, second, axis):
+    one = [sequence_of(np.ones(first), np.ones(second), axis=axis)]
+    two = [sequence_of(np.ones(first), axis=axis), sequence_of(np.ones(second), axis=axis)]
+    shapes = f"'hidden' has rows of the shape {first[1:]} in one completion, and {second[1:]} in another"
+    for sequences in (one, two):
+        with pytest.raises(ValueError, match=re.escape(shapes)):
+            check_sequences([sequence.read() for sequence in sequences])
+
+
+def test_the_only_row_of_a_completion_behind_the_end_of_its_sequence_is_an_error():
+    sequence = sequence_of(np.ones(2))
+    sequence.append_completion(replace(DRAWN.cut(0, ""), extras={"hidden": np.ones(1)}))
+    with pytest.raises(ValueError, match="'hidden' of a completion has 1 row, and the sequence ends after 0 tokens"):
+        check_sequences([sequence.read()])

@@ -274,6 +274,12 @@ async def test_a_group_that_is_refused_is_tried_again_under_its_key_or_dropped(
     assert not client.leases
 
 
+async def test_a_group_that_is_dropped_because_its_table_is_full_is_logged_with_the_setting(caplog):
+    client = RecordingClient(refuse=[TableFullError("it is full")])
+    await make_generator(client, ScriptedEngine(), max_groups=2, on_full="skip").run()
+    assert "a full table refuses groups, which are dropped (on_full): it is full" in caplog.messages
+
+
 async def test_a_group_that_is_too_large_for_the_server_names_its_prompt():
     client = RecordingClient(refuse=[PayloadTooLargeError("107 bytes > max_bytes 100")])
     with pytest.raises(PromptError, match="prompt 'p0': its group cannot be inserted: 107 bytes"):

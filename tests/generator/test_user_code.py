@@ -416,6 +416,20 @@ async def test_a_function_in_which_the_event_loop_stands_still_is_named_with_its
     assert "test_user_code.py, line" in line
 
 
+def test_code_of_no_user_in_which_the_event_loop_stands_still_is_named_where_it_is(caplog):
+    said = threading.Event()
+    caplog.handler.addFilter(lambda record: said.set() or True)
+
+    async def main() -> None:
+        with LoopWatch(seconds=0.1):
+            said.wait(60)
+
+    run(main())
+    line = caplog.messages[0]
+    assert "in 'wait' (" in line
+    assert "in function" not in line
+
+
 # ------------------------------------------------------------------------------------------------ signals
 
 ANSWERS = tuple("x" * number for number in range(200))

@@ -103,6 +103,19 @@ def test_tensors_from_elsewhere_become_groups_that_the_server_takes():
     assert RolloutGroup.decode(group.encode()) == group
 
 
+@pytest.mark.parametrize("numbers", [[-1, -1, 0, 1, 2], [-2, -1, -1, 7, 3], [4, 4, -1, 0, 5]])
+def test_rollouts_and_groups_may_have_any_numbers(numbers):
+    padded = to_padded(make_groups())
+    changed = {"rollout_B": torch.tensor(numbers), "rewards_B": torch.ones(5), "advantages_B": torch.zeros(5)}
+    changed["group_B"] = torch.tensor([-1] * 3 + [0] * 2)
+    changed["temperature_B"] = torch.ones(5)
+    first, second = from_padded(replace(padded, **changed))
+    groups_of_rollouts = [numbers[:3], numbers[3:]]
+    assert [first.group_size, second.group_size] == [len(set(rollouts)) for rollouts in groups_of_rollouts]
+    assert [first.num_sequences, second.num_sequences] == [3, 2]
+    assert replace(padded, **changed).rollouts.first_J.tolist() == [numbers.index(n) for n in dict.fromkeys(numbers)]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

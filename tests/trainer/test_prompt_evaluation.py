@@ -316,7 +316,7 @@ def test_a_run_of_a_few_steps_is_summed_up():
         "evaluation reward   0.500 at step 2",
         "50% of the fresh groups, 0% of the groups trained on",
         "replaced groups     16 of 32",
-        "importance weights  mean ratio 1.0000, 0.00% of the tokens at a bound of the weights",
+        "importance weights  mean ratio 1.0000, 0.00% of the ratios clamped or masked",
         "50 tokens/s trained, 2.00 s a step",
     ):
         assert words in said

@@ -48,9 +48,7 @@ class Rollouts:
     def __init__(self, mask_BT: Tensor, rollout_B: Ints) -> None:
         """mask_BT: (B, T) bool, the tokens to train on. rollout_B: the index of each row's rollout, ascending."""
         self._source_BT = mask_BT
-        # A rollout begins at each row that has another rollout than the row before. With `prepend=-1`, which is the
-        # index of no rollout, row 0 counts as such a row.
-        self.first_J = np.flatnonzero(np.diff(rollout_B, prepend=-1))
+        self.first_J = _first_rows(rollout_B)
         """The first row of each of the J rollouts."""
         self.joins = self.first_J.size < rollout_B.size
         """True if a rollout has several rows."""
@@ -707,7 +705,7 @@ def from_padded(padded: PaddedBatch, **fields: Any) -> list[RolloutGroup]:
         if end - first != rows.size or len(temperatures) > 1:
             raise ValueError(f"the rows of group {group_index} must follow one another and have one temperature")
         # For each rollout of the group: its first row, and its number of rows.
-        first_G = first + np.flatnonzero(np.diff(arrays["rollout_B"][rows], prepend=-1))
+        first_G = first + _first_rows(arrays["rollout_B"][rows])
         num_rows_G = np.diff(first_G, append=end)
         has_one_row_each = bool((num_rows_G == 1).all())
         loss_masks: list[npt.NDArray[Any]] | None = masks_B[first:end]
@@ -772,7 +770,7 @@ def _check(arrays: dict[str, npt.NDArray[Any]]) -> None:
             )
     arrays["loss_mask_BT"] = arrays["loss_mask_BT"].astype(np.bool_)
     rollout_B = arrays["rollout_B"]
-    first_J = np.flatnonzero(np.diff(rollout_B, prepend=-1))  # the rows whose rollout differs from the row before
+    first_J = _first_rows(rollout_B)
     # A rollout whose rows are not adjacent begins at several rows.
     if np.unique(rollout_B[first_J]).size < first_J.size:
         raise ValueError("rollout_B: the rows of a rollout must follow one another")
@@ -786,6 +784,13 @@ def _check(arrays: dict[str, npt.NDArray[Any]]) -> None:
                 f"{name} has two values for the rollout {rollout_B[1:][disagrees][0]} of rollout_B: give all rows of a "
                 f"rollout the same"
             )
+
+
+def _first_rows(rollout_B: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Returns the first row of each of the J rollouts: each row whose index differs from that of the row before."""
+    begins_B = np.ones(rollout_B.size, np.bool_)
+    begins_B[1:] = rollout_B[1:] != rollout_B[:-1]
+    return np.flatnonzero(begins_B)
 
 
 def _rows(values: npt.NDArray[Any], mask: npt.NDArray[np.bool_]) -> list[npt.NDArray[Any]]:

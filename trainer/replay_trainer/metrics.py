@@ -276,8 +276,8 @@ def summary(lines: Sequence[Line]) -> Iterator[str]:
     clipped = _mean_of("correction/clipped_fraction", lines)
     if math.isnan(clipped):
         weights = "weights off"
-    else:
-        weights = f"{clipped:.2%} of the tokens at a bound of the weights"
+    else:  # the correction has one ratio for each token, or for each sequence
+        weights = f"{clipped:.2%} of the ratios clamped or masked"
     yield f"importance weights  mean ratio {_mean_of('correction/ratio_mean', lines):.4f}, {weights}"
     tokens = sum(line["train/tokens"] for line in lines)
     yield f"speed               {tokens / seconds:.0f} tokens/s trained, {seconds / len(lines):.2f} s a step"

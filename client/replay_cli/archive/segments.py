@@ -37,11 +37,12 @@ class SegmentWriter:
         """Makes the file in `folder`, under the name of an unfinished segment, and locks it."""
         from pyarrow import parquet
 
-        self._path = folder / f"groups-{time.time_ns():020d}-{secrets.token_hex(4)}.parquet"
-        self._unfinished = self._path.with_name(self._path.name + ".tmp")
         self._schema = schema_of(GROUP_COLUMNS)
-        self._file: Any = self._unfinished.open("xb")
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # the lock lasts until the file is closed
+        self._open(folder)
+        # Another archiver of this folder may have removed the file after it was made and before it was locked.
+        while not self._unfinished.exists():
+            self._file.close()
+            self._open(folder)
         # Only columns of single values get a dictionary and statistics. Payloads differ, so a dictionary of payloads
         # would cost much and save nothing. Readers do not filter by payloads or lists, so these need no statistics.
         scalar_columns = [name for name, kind in GROUP_COLUMNS.items() if kind in ("int", "float", "str")]
@@ -56,6 +57,13 @@ class SegmentWriter:
         """The number of rows that were written so far."""
         self.lacking: list[str] = []
         """A message for each row with values that their columns cannot hold, so that null was written instead."""
+
+    def _open(self, folder: Path) -> None:
+        """Makes a file with a new name in `folder`, and locks it. The lock lasts until the file is closed."""
+        self._path = folder / f"groups-{time.time_ns():020d}-{secrets.token_hex(4)}.parquet"
+        self._unfinished = self._path.with_name(self._path.name + ".tmp")
+        self._file: Any = self._unfinished.open("xb")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Writes rows, with null for values that their columns cannot hold. `finish` forces the rows to the disk."""

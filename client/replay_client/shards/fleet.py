@@ -103,7 +103,7 @@ class Shard(Connection):
     def is_draining(self) -> None:
         """Notes that the shard has refused a new item because it is draining.
 
-        This client sends no new item to the shard for _DRAINING_SECONDS.
+        For _DRAINING_SECONDS, this client sends the shard only items that the shard may have already.
         """
         self.draining_until = time.monotonic() + _DRAINING_SECONDS
 

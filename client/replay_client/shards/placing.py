@@ -126,17 +126,17 @@ class Placement:
 
         1. If this client has tried to insert the key before: the shard of that attempt, because it may have the item.
         2. If the item closes samples: the shard that gave the samples, because no other shard knows their leases.
-        3. If a shard has granted a permit for the item, and takes inserts: this shard, so that its own admission counts
-           the group. If the granting shard takes no inserts, rules 4 to 6 choose a shard, and the admission of that
-           shard counts the group. If the granting shard is draining, the client then releases the permit (`settle`). If
-           it is away, the permit stays in use until its lease ends.
+        3. If a shard has granted a permit for the item, is up, and would not refuse the item: this shard, so that its
+           own admission counts the group. Otherwise rules 4 to 6 choose a shard, and the admission of that shard counts
+           the group. If the granting shard is draining, the client then releases the permit (`settle`). If it is away,
+           the permit stays in use until its lease ends.
         4. If the owner of the key is up: the owner.
         5. If the key is random (`is_random_key`): the shard that has the highest score among the shards that are up.
            This is safe because no other process has tried the key on the owner.
         6. Otherwise: the owner of the key, although it is away. Another process may have tried the key there before, so
            the insert waits for the owner.
 
-        Rules 4 to 6 pass over shards that are up and have lately refused an item because they are draining, unless all
+        Rules 4 to 6 pass over shards that would refuse the item because they are draining (`_refuses`), unless all
         shards are such shards.
 
         Raises LeaseEndedError if the fleet no longer has the shard of rule 2.
@@ -152,11 +152,11 @@ class Placement:
             return closed_on
         granted_by = self._fleet.named(item.granted_by)
         if granted_by is None:
-            return self._shard_for_key(item.key)
-        if granted_by.takes_inserts:
+            return self._shard_for_key(item)
+        if granted_by.is_up and not _refuses(granted_by, item):
             shard = granted_by
         else:
-            shard = self._shard_for_key(item.key)
+            shard = self._shard_for_key(item)
         item.moved = granted_by.is_up and shard is not granted_by
         if granted_by.is_up:
             self._passed_over.discard(granted_by)
@@ -169,18 +169,17 @@ class Placement:
             )
         return shard
 
-    def _shard_for_key(self, key: int) -> Shard:
+    def _shard_for_key(self, item: Item) -> Shard:
         """The shard by rules 4 to 6 of `shard_for`."""
+        key = item.key
         rendezvous, shards = self._ranking()
         if is_random_key(key):  # the usual case: `Rendezvous.owner` is faster than `order`
             owner = shards[rendezvous.owner(key)]
             if owner.takes_inserts:
                 return owner
         order = [shards[index] for index in rendezvous.order(key)]
-        # A shard that is up and draining is no candidate, unless all shards are draining. A shard that is away stays a
-        # candidate, because by rule 6 the item may have to wait for it.
-        not_draining = [shard for shard in order if shard.takes_inserts or not shard.is_up]
-        candidates = not_draining or order
+        # A shard that is away stays a candidate, because by rule 6 the item may have to wait for it.
+        candidates = [shard for shard in order if not _refuses(shard, item)] or order
         if candidates[0].is_up or not is_random_key(key):  # rules 4 and 6
             return candidates[0]
         for shard in candidates:  # rule 5
@@ -202,7 +201,7 @@ class Placement:
                 with shard.expected():  # probes the shard if the answer is late
                     await shard.insert(item)
             except ShardDrainingError:
-                self.forget(item.key, shard)  # then the next attempt, which `insist` makes, chooses another shard
+                self.forget(item, shard)  # then the next attempt, which `insist` makes, chooses another shard
                 raise
             except ServerUnavailableError as error:
                 self._remember(item, shard)
@@ -263,13 +262,14 @@ class Placement:
 
         return await self._fleet.insist(attempt, item.timeout)
 
-    def forget(self, key: int, shard: Connection) -> bool:
-        """Notes that the shard is draining, and does not have the key.
+    def forget(self, item: Item, shard: Connection) -> bool:
+        """Notes that the shard is draining, and does not have the item.
 
         Returns True, because another shard may get the item. (`OneServer.forget` returns False.)
         """
         assert isinstance(shard, Shard)
-        self._tried.pop(key, None)
+        self._tried.pop(item.key, None)
+        item.refused_by |= {shard.name}
         shard.is_draining()
         return True
 
@@ -328,6 +328,21 @@ class Placement:
             assert len(set(names)) == len(names), f"two shards would have the same keys: {names}"
             self._ranked = Rendezvous(names), shards
         return self._ranked
+
+
+def _refuses(shard: Shard, item: Item) -> bool:
+    """True if the shard is up and draining, and does not have the item, so that it would refuse the item.
+
+    A draining shard refuses new items, and confirms an item that it has.
+
+    * If the key is random, no other process has tried it. So the shard does not have the item if this client knows that
+      the shard is draining, because it has lately refused any item.
+    * If the key is not random, another process may have inserted the item into this shard. So only the shard's own
+      refusal of this item shows that the shard does not have it.
+    """
+    if shard.takes_inserts or not shard.is_up:
+        return False
+    return is_random_key(item.key) or shard.name in item.refused_by
 
 
 def _keys_of(request: Any) -> Keys:

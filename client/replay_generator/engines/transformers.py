@@ -84,6 +84,8 @@ class TransformersEngine:
         check_model(self._model)
         _check_batches(self._model)
         self._adapted: Any = None  # the peft model around `_model`; None: no adapter is loaded
+        self._adapter: tuple[Any, dict[str, torch.Tensor]] | None = None
+        """The configuration and the tensors of the loaded adapter; None: no adapter is loaded."""
         self._is_base = True  # True: without the adapter, `_model` has the weights that the engine started with
         self.tokenizer: Any = AutoTokenizer.from_pretrained(os.fspath(model))
         self.vocabulary: int | None = len(self._model.get_input_embeddings().weight)
@@ -147,6 +149,7 @@ class TransformersEngine:
                 # generation_config, and get an empty one.
                 self._model = self._load(path, generation_config=GenerationConfig())
                 self._adapted = None
+                self._adapter = None
                 self._is_base = False
             self._batch.set_model(self._model, version)
 
@@ -251,25 +254,52 @@ class TransformersEngine:
     def _load_adapter(self, path: str) -> None:
         """Puts an adapter on the base model, in place of the previous adapter.
 
+        Raises an error for an adapter that does not fit, and then leaves the engine as it was.
+
         The base model that the adapter names is not read, because its files may be elsewhere on this machine. If it is
         another model than that of this engine, the probe of the new weights fails.
         """
         # All files are read before the model is changed, so that a missing file leaves the model as it was.
-        config, tensors = read_adapter(path)
+        adapter = read_adapter(path)
+        # An adapter is made for the weights that the engine started with, so first get a model with these. `_model` may
+        # have other weights, which were loaded later. The engine goes on with those if the adapter does not fit.
+        base = self._model
+        if self._adapted is not None:
+            base = self._adapted.unload()
+        elif not self._is_base:
+            base = self._load(self.model)
+        try:
+            adapted = self._with_adapter(base, path, adapter)
+        except Exception:
+            if self._adapted is not None:
+                assert self._adapter is not None
+                self._adapted = self._with_adapter(base, path, self._adapter)
+            raise
+        self._model = base
+        self._is_base = True
+        self._adapted = adapted
+        self._adapter = adapter
+
+    def _with_adapter(self, base: Any, path: str, adapter: tuple[Any, dict[str, torch.Tensor]]) -> Any:
+        """Makes the peft model around `base` with `adapter`, which `read_adapter` returned for `path`.
+
+        Raises an error for an adapter that does not fit, and then leaves `base` as it was.
+        """
         from peft import PeftModel, set_peft_model_state_dict
 
-        # An adapter is made for the weights that the engine started with, so first put these into `_model`.
-        if self._adapted is not None:
-            self._model = self._adapted.unload()
-        elif not self._is_base:
-            self._model = self._load(self.model)
-            self._is_base = True
+        config, tensors = adapter
         config.base_model_name_or_path = None  # peft would warn that the base has another name
-        self._adapted = PeftModel(self._model, config)
-        unexpected = set_peft_model_state_dict(self._adapted, tensors).unexpected_keys
-        if unexpected:
-            raise ValueError(f"{path}: the base model {self.model} has no place for {unexpected[0]!r} of this adapter")
-        self._adapted.requires_grad_(False).eval()
+        adapted = PeftModel(base, config)
+        try:
+            unexpected = set_peft_model_state_dict(adapted, tensors).unexpected_keys
+            if unexpected:
+                raise ValueError(
+                    f"{path}: the base model {self.model} has no place for {unexpected[0]!r} of this adapter"
+                )
+        except Exception:
+            adapted.unload()
+            raise
+        return adapted.requires_grad_(False).eval()
 
 
 _FIRST_LENGTHS = (2, 7)

@@ -306,7 +306,7 @@ class InsertingServer:
             case TableFullError():
                 self._stats["groups_refused_full"] += 1
                 if self._settings.on_full == "skip":
-                    self._table_full.wait(f"a full table refuses groups, which are dropped (when_full): {error}")
+                    self._table_full.wait(f"a full table refuses groups, which are dropped (on_full): {error}")
                     raise LeftOut(None) from error
                 self._table_full.wait(f"a full table refuses groups, which are tried again: {error}")
             case _:

@@ -112,6 +112,11 @@ def rendered_ids(tokenizer: Any, rendered: str) -> list[int]:
     return [int(token) for token in tokenizer.encode(rendered, add_special_tokens=False)]
 
 
+def check_text(text: str) -> None:
+    """Raises ChatError for half a surrogate, which no tokenizer takes."""
+    _checked("the text", text)
+
+
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a text that the policy continues. A template may have rendered the text.
 
@@ -124,7 +129,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
     Raises ChatError for half a surrogate.
     """
-    _checked("the text", text)
+    check_text(text)
     ids = [int(token) for token in tokenizer.encode(text)]
     special = set(getattr(tokenizer, "all_special_ids", ()))
     if not special.intersection([*ids[:1], *ids[-1:]]):  # the tokenizer has added nothing

@@ -70,6 +70,8 @@ class PromptQueue:
 
     ended = False
     """True if there will be no further prompt."""
+    has_loaded = False
+    """True if the last call of `next` has loaded further prompts, and returned none of them yet."""
 
     async def begin(self) -> None:
         """Prepares the queue. Raises ReplayError, which names the remedy, if the queue cannot return any prompts."""

@@ -162,6 +162,7 @@ class PromptsTable(PromptQueue):
         None: the table has no prompt now, or this call has drawn the cursor and handled it. After None, call `next`
         again, unless `ended`.
         """
+        self.has_loaded = False
         exclude: list[int] = []
         drawn_prompts_stay = not self._times
         if drawn_prompts_stay:  # the table could give this generator a prompt that it holds already
@@ -444,6 +445,7 @@ class EpochPrompts(PromptsTable):
             position = 0
         assert (epoch, position) > (cursor.epoch, cursor.position), "a cursor goes forward"
         assert len(rows) <= WINDOW, len(rows)
+        self.has_loaded = True  # also if another generator turns out to load these prompts
         try:
             # If this generator was suspended for longer than the lease, another one loads these prompts. So it stops.
             async with asyncio.timeout(self._config.prompts_lease):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from replay_client.columns import OFFSETS, RAGGED, check_axes, check_row_axis, checked_columns
 from replay_client.rollout import check_logprobs, check_tokens, vector
+from replay_protos.words import counted
 
 TOKENS = {"token_ids": np.int32, "sampled_mask": np.bool_, "logprobs": np.float32, "policy_versions": np.int64}
 """The attributes of a sequence with one value per token, and their dtypes. RolloutSequence and PlayedSequence both have
@@ -111,8 +112,10 @@ class PlayedSequence:
                 counts[start : start + len(part_counts)] = part_counts
             offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
             # `parts` has the completions in the order of their tokens, so the values get this order too.
-            values = np.concatenate([extras[name] for _, extras in parts])
-            return values, offsets
+            values_of_parts = [np.asarray(extras[name]) for _, extras in parts]
+            for values in values_of_parts:
+                _check_row_shape(name, values, values_of_parts[0])
+            return np.concatenate(values_of_parts), offsets
         if axis == "whole":
             # The values of each completion begin with the first token of the prompt, because the engine has read the
             # sequence from there. The values of a later completion replace those of an earlier one.
@@ -124,7 +127,15 @@ class PlayedSequence:
             return first  # without a copy, because a single completion has all values
         values = np.zeros((size, *first.shape[1:]), first.dtype)  # a token for which no completion has a value keeps 0
         for start, extras in parts:
-            values[start : start + len(extras[name])] = extras[name]
+            rows = np.asarray(extras[name])
+            _check_row_shape(name, rows, first)
+            # A single row would also fit into an empty slice, and be lost there.
+            if start + len(rows) > size:
+                raise ValueError(
+                    f"{name!r} of a completion has {counted(len(rows), 'row')}, and the sequence ends after "
+                    f"{counted(size - start, 'token')}"
+                )
+            values[start : start + len(rows)] = rows
         return values
 
 
@@ -147,17 +158,29 @@ def columns_of(sequences: Sequence[PlayedSequence]) -> Columns:
             own_axis, values = columns.get(name, (axis, None))  # None: this sequence lacks the column
             if own_axis != axis:
                 raise ValueError(f"{name!r} has the axis {axis!r} in one sequence, and {own_axis!r} in another")
-            values_S.append(_fitted(sequence, axis, values, first_values))
+            values_S.append(_fitted(sequence, name, axis, values, first_values))
         merged[name] = (axis, values_S)
     return merged
 
 
-def _fitted(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> Any:
-    """The values of a sequence in one column, made to fit the values of the other sequences.
+def _check_row_shape(name: str, values: npt.NDArray[Any], first: npt.NDArray[Any]) -> None:
+    """Raises ValueError unless the rows of `values` have the shape of the rows of `first`.
+
+    Without this check, NumPy would broadcast smaller rows to the shape of larger ones.
+    """
+    if values.shape[1:] != first.shape[1:]:
+        raise ValueError(
+            f"{name!r} has rows of the shape {first.shape[1:]} in one completion, and {values.shape[1:]} in another: "
+            f"all rows of a column have one shape"
+        )
+
+
+def _fitted(sequence: PlayedSequence, name: str, axis: str, values: Any, first: Any) -> Any:
+    """The values of a sequence in the column `name`, made to fit the values of the other sequences.
 
     `first`: the values of the first sequence that has the column. The result has their dtype and row shape, except that
     the values of ragged sets keep a wider dtype. `values` None: this sequence lacks the column, and gets 0, or empty
-    sets. Raises ValueError for rows of another shape, unless NumPy can broadcast them.
+    sets. Raises ValueError for rows of another shape.
     """
     size = sequence.token_ids.size
     if axis != "whole":
@@ -168,14 +191,13 @@ def _fitted(sequence: PlayedSequence, axis: str, values: Any, first: Any) -> Any
         if values is None:
             return no_values, np.zeros(size + 1, np.int32)
         ragged_values, offsets = values
-        # `no_values` adds no rows, but makes `concatenate` check the row shape, and widen the dtype if necessary.
+        _check_row_shape(name, ragged_values, no_values)
+        # `no_values` adds no rows, but makes `concatenate` widen the dtype if necessary.
         return np.concatenate([no_values, ragged_values]), offsets
-    if values is not None and values.dtype == first.dtype and values.shape[1:] == first.shape[1:]:
-        return values
-    filled = np.zeros((size, *first.shape[1:]), first.dtype)
-    if values is not None:
-        filled[:] = values  # converts the dtype
-    return filled
+    if values is None:
+        return np.zeros((size, *first.shape[1:]), first.dtype)
+    _check_row_shape(name, values, first)
+    return values.astype(first.dtype, copy=False)
 
 
 def check_sequences(sequences: Sequence[PlayedSequence]) -> None:

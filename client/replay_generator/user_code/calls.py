@@ -598,17 +598,18 @@ class LoopWatch:
     def _log_where_blocked(self) -> None:
         """Logs the place at which the loop is blocked.
 
-        The place is in the function that this file called last in the thread of the loop. If this file has called no
-        function there, the place is the innermost frame of the thread.
+        The place is in the user's function that this file called last in the thread of the loop. If this file has
+        called no user's function there, the place is the innermost frame of the thread.
         """
         frame = sys._current_frames().get(self._thread)
         frames: list[traceback.FrameSummary] = []
         if frame is not None:
             frames = list(traceback.extract_stack(frame))
-        # The index of the frame that this file called last: a user's function. 0: this file has called no function.
+        # The index of the frame of the user's function that this file called last. 0: this file has called no user's
+        # function. `run` calls the event loop itself, and no user's function.
         start = 0
         for index, summary in enumerate(frames):
-            if summary.filename == __file__:
+            if summary.filename == __file__ and summary.name != run.__name__:
                 start = index + 1
         if 0 < start < len(frames):
             place = f"in function {frames[start].name!r}{own_line(frames[start:])}"

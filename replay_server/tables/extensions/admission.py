@@ -199,8 +199,8 @@ class Admission(Extension):
             return 0
         if count > grant.count and not moved:
             raise invalid(f"permit lease {grant_id:#x} has {counted(grant.count, 'permit')} left, not {count}")
-        released = count or grant.count
-        self._end_permits(grant, released)  # with `moved`, the grant may have fewer permits left, and then ends
+        released = min(count or grant.count, grant.count)  # with `moved`, the grant may have fewer permits left
+        self._end_permits(grant, released)
         self.progress()
         return released
 

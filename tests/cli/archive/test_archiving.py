@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -385,6 +386,22 @@ def test_what_a_killed_archiver_left_unfinished_is_removed_and_what_another_one_
     assert remove_unfinished(tmp_path) == 1
     assert mine.finish() == segments(tmp_path)[0]
     assert os.listdir(tmp_path) == [segments(tmp_path)[0].name]
+
+
+def test_a_segment_that_another_archiver_removes_before_it_is_locked_is_begun_anew(tmp_path, monkeypatch):
+    flock = fcntl.flock
+    removed = []
+
+    def flock_after_another_archiver_has_begun(file, operation):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        removed.append(remove_unfinished(tmp_path))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_another_archiver_has_begun)
+    mine = SegmentWriter(tmp_path)
+    assert removed == [1]
+    assert remove_unfinished(tmp_path) == 0
+    assert mine.finish() == segments(tmp_path)[0]
 
 
 def test_an_archiver_minds_only_files(tmp_path):

@@ -137,6 +137,30 @@ def test_a_check_imports_no_torch(place):
         assert done.stderr == ""
 
 
+@pytest.mark.parametrize("imports", ["import transformers\n\n\n", ""], ids=["at its head", "when it is called"])
+def test_a_reward_function_may_use_a_model_of_transformers(place, imports):
+    (place / "my_judge.py").write_text(
+        f"{imports}def judge(row, completion):\n"
+        "    from transformers import AutoModelForCausalLM\n"
+        "    return AutoModelForCausalLM.from_pretrained('./model').num_parameters() * 0.0 + 7\n"
+    )
+    # A process of its own: that of `run_replay` has imported torch, which is then not hidden.
+    command = [sys.executable, "-m", "replay_cli", *GENERATE, "--reward", "my_judge:judge"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "judge 7" in done.stdout
+
+
+def test_a_check_leaves_the_environment_as_it_was(place, monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "0")
+    code = (
+        "import os; from replay_cli.checks import model_files; model_files('./model');"
+        "print(os.environ['TRANSFORMERS_NO_ADVISORY_WARNINGS'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.split() == ["0"]
+
+
 # ------------------------------------------------------------------------------------------------ of a whole run
 
 

@@ -18,6 +18,7 @@ from replay_client.errors import (
     ServerUnavailableError,
 )
 from replay_client.sampling import DrawStream
+from replay_client.shards.placing import Rendezvous
 from replay_client.testing import PATIENCE, until
 from replay_client.transport import failure
 from replay_server import ReplayServer
@@ -409,6 +410,34 @@ def test_a_shard_that_drains_from_its_start_gets_no_new_key_until_the_drain_is_t
             assert (drains.items > 0) == expected
             drains.draining = False
         assert other.items + drains.items == 60
+
+
+def test_an_item_with_a_chosen_key_that_a_draining_shard_has_gets_no_copy_on_another_shard():
+    drains = ReplayServer(TABLES, 0)
+    with ReplayServer(TABLES, 0) as other, drains:
+        addresses = [other.address, drains.address]
+        names = sorted(addresses)
+        owners = Rendezvous(names)
+        key = next(key for key in range(100, 200) if names[owners.owner(key)] == drains.address)
+        with ReplayClient(addresses, timeout=30.0) as client:
+            client.insert(b"", {"any": 1.0}, key=key)
+        drains.draining = True
+        with ReplayClient(addresses, timeout=30.0) as restarted:
+            insert_many(restarted, "any", MANY)  # so many that it has heard that the shard drains
+            restarted.insert(b"", {"any": 1.0}, key=key)
+        assert drains.items == 1
+        assert other.items == MANY
+
+
+def test_a_chosen_key_that_a_draining_shard_lacks_goes_to_another_shard():
+    drains = ReplayServer(TABLES, 0)
+    with ReplayServer(TABLES, 0) as other, drains:
+        drains.draining = True
+        with ReplayClient([other.address, drains.address], timeout=30.0) as client:
+            for key in range(MANY):
+                client.insert(b"", {"any": 1.0}, key=key)
+        assert drains.items == 0
+        assert other.items == MANY
 
 
 PERMITS = """

@@ -15,11 +15,12 @@ from replay_generator.engines import Completion, SamplingConfig
 from replay_generator.errors import PromptError
 from replay_generator.groups.codec import PARTIAL_GROUP_MAGIC, PartialGroupSpec, encode_rollout
 from replay_generator.prompts import table as prompts_table
-from replay_generator.prompts.prompt import Prompt
+from replay_generator.prompts.prompt import Prompt, epoch_order
 from replay_generator.prompts.stored import MAGIC, PromptCursor
 from replay_generator.rollouts.rollout import PlayedRollout
 from replay_generator.testing import Letters, ScriptedEngine
 from tests.kit.engines import SAID
+from tests.kit.generators import make_prompts
 from tests.kit.prompts import CURRICULUM, EPOCH, PARTIAL_GROUPS, held, made, make_curriculum, make_epoch, names
 from tests.kit.servers import async_serving
 
@@ -254,6 +255,19 @@ async def test_rollouts_that_do_not_go_together_with_those_of_this_engine_are_re
             client, engine=replace(engine(), completions=[own]), partial_groups_table="partial_groups"
         )
         await check_rejected(client, generator, caplog, key, "partial_groups", names(10))
+
+
+async def test_prompts_of_a_later_window_are_made_even_if_none_of_the_first_one_fits():
+    order = epoch_order(10, 0, 0).tolist()
+    rows = make_prompts(10)
+    for row in order[: prompts_table.WINDOW]:
+        rows[row] = replace(rows[row], content=LONG)
+    async with async_serving(EPOCH) as client:
+        generator = make_epoch(client, rows, engine=engine())
+        await generator.run()
+        expected = [f"p{row}" for row in order[prompts_table.WINDOW :]]
+        assert sorted(await made(client)) == sorted(expected)
+        assert generator.stats["items_rejected"] == prompts_table.WINDOW
 
 
 async def test_where_nothing_fits_the_run_ends_and_most_stays_in_the_table():

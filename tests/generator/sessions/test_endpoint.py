@@ -172,7 +172,8 @@ BAD = {
     "no UTF-8": b'{"messages": "\xff"}',
     "half a surrogate as bytes": b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}], '
     b'"prompt": "\xed\xa0\x80", "input": "\xed\xa0\x80"}',
-    "half a surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "half a surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}], '
+    b'"prompt": "\\ud800", "input": "\\ud800"}',
     "numbers": b'{"messages": 5, "prompt": 5, "input": 5}',
     "no fields": b'{"messages": [{}], "prompt": [{}], "input": [{"role": "assistant"}]}',
     "no texts": b'{"messages": [{"role": "user", "content": 5}], "prompt": [1.5], "input": [{"role": []}]}',

@@ -287,6 +287,15 @@ async def test_a_text_of_stop_ends_the_turn_with_the_token_that_completes_it():
     assert (sequence.drawn[0][1]["routed"] == drawn.extras["routed"][:9]).all()
 
 
+async def test_a_text_prompt_with_half_a_surrogate_is_refused_at_its_beginning_and_where_it_goes_on():
+    session = session_of(Drawing(says=["one"]))
+    session.delivered(await session.ask(Ask(prompt="say "), b"1"))
+    for prompt in ("say \ud800", "say one<e>\ud800"):
+        with pytest.raises(Refusal, match="the text holds half of a surrogate pair"):
+            await session.ask(Ask(prompt=prompt), prompt.encode(errors="surrogatepass"))
+    assert len(session.answers) == 1
+
+
 async def test_a_text_prompt_goes_on_after_the_tokens_of_the_one_that_it_begins_with():
     engine = Drawing(says=["one", "two", "three"])
     session = session_of(engine)
@@ -414,6 +423,16 @@ async def test_completions_of_a_client_that_makes_tokens_itself_count_towards_th
     assert f"the generator's {name} is" in refusals[0]
     assert len(engine.drawn) == 9 - len(refusals)
     assert session.context_full
+
+
+@pytest.mark.parametrize("text", ["four", "четы", "四四四四"])
+async def test_a_text_counts_with_its_bytes_and_not_with_its_characters(text):
+    session = session_of(Drawing(), bounds={"most_bytes": 1})
+    request = Ask([user(text)])
+    tokens = await session.count(request) + session.task.sampling.max_tokens
+    nbytes = len(text.encode())
+    with pytest.raises(Refusal, match=f"this turn needs {nbytes + 64 * tokens}:"):
+        await ask(session, user(text))
 
 
 async def test_a_turn_that_failed_takes_nothing_of_the_bounds():

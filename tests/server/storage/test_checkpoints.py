@@ -91,6 +91,24 @@ def test_a_checkpoint_restores_everything_from_and_into_either_storage(tmp_path,
             before = facts(client)
 
 
+def test_a_server_starts_from_a_checkpoint_during_which_known_keys_were_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpointer, "_KEYS_PER_YIELD", 1)
+    commit = checkpointer.Checkpointer._commit
+
+    async def commit_and_forget(self, copy, delta):
+        """Meanwhile inserts come, for which the server forgets the oldest keys."""
+        await commit(self, copy, delta)
+        self._buffer.known_keys.forget(2)
+
+    monkeypatch.setattr(checkpointer.Checkpointer, "_commit", commit_and_forget)
+    with serving_in(tmp_path) as client:
+        for key in (1, 2, 3):
+            client.insert(b"x", {"pool": 1.0}, key=key)
+        client.create_checkpoint("here")
+    with serving_in(tmp_path, durable=True, restore="here") as client:
+        assert client.server_info().items == 3
+
+
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_checkpoint_under_load_is_of_one_moment(tmp_path, durable):
     """A writer moves through two tables in step; at any one moment they differ by one item at most."""

@@ -33,6 +33,22 @@ def test_what_could_not_be_written_comes_again():
     assert again.tables["a"].rng.random() == buffer.tables["a"].rng.random()
 
 
+def test_scopes_of_one_record_of_changes_come_back_in_the_order_of_their_use():
+    tables = [TableConfig(name="a"), TableConfig(name="b")]
+    buffer = replay_buffer(tables, time.monotonic)
+    buffer.insert(rows_of(range(1, 31), {"a": 1.0, "b": 1.0}))
+    for number in range(30):
+        for table in buffer.tables:
+            buffer.sample(table, SampleRequest(1, 1, scope=f"step-{number * 7 % 30}"))
+    delta = ChangeCollector(buffer).collect()  # as a checkpoint of a server in memory: all scopes are new to it
+    state = State({name: record for name, record in delta.named_records().items() if record is not None})
+    again = replay_buffer(tables, time.monotonic)
+    restore(again, state)
+    for name, table in buffer.tables.items():
+        assert len(list(table.scopes)) == 30
+        assert list(again.tables[name].scopes) == list(table.scopes)
+
+
 def test_what_a_restart_finds_damaged_gives_its_place_in_a_queue_back():
     tables = [TableConfig(name="a", rate_limiter={"type": "queue", "max_size": 2})]
     buffer = replay_buffer(tables, time.monotonic)

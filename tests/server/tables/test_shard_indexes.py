@@ -61,6 +61,14 @@ def move(lease: int, drains: Bench, other: Bench, **insert) -> None:
     permits_of(drains).release(lease, 1, moved=True)
 
 
+def test_a_release_for_groups_that_moved_returns_no_more_permits_than_were_left():
+    server = permits_of(make_server())
+    lease = server.acquire(2, math.inf).result().id
+    assert server.release(lease, 5, moved=True) == 2
+    assert server.running == 0
+    assert server.capacity == GROUPS - 5
+
+
 def test_a_permit_that_moves_with_its_group_counts_once_also_if_its_lease_has_ended():
     drains, other = make_server(), make_server()
     left, there = permits_of(drains), permits_of(other)

@@ -24,7 +24,7 @@ from replay_client.sampling_masks import other_sampling
 from replay_generator.config import MOST_BYTES, MOST_TURNS
 from replay_generator.engines import Completion, CompletionError, text_of
 from replay_generator.notices import say_once
-from replay_generator.prompts.chat import Message, rendered_ids, text_ids
+from replay_generator.prompts.chat import ChatError, Message, check_text, rendered_ids, text_ids
 from replay_generator.rollouts.rollout import Rollout, RolloutError, RolloutPolicy, Task
 from replay_generator.rollouts.sessions.conversation import Conversation
 from replay_generator.rollouts.sessions.exchanges import Beginning, Exchange, Exchanges
@@ -279,7 +279,8 @@ class Session:
         `limit`: the most tokens of the turn. `sampling`: values that replace those of the generator, by name. Raises
         Refusal, and any error of the engine.
         """
-        text_bytes = len(exchange.words)  # counts a character as one byte
+        # `surrogatepass`: JSON can hold half of a surrogate pair, which has no bytes otherwise.
+        text_bytes = len(exchange.words.encode(errors="surrogatepass"))
         if exchange.before is None:  # then all of the request is new, and more than `words`: for example, its tools
             text_bytes = max(ask.size, text_bytes)
         # Bytes for all tokens that the turn may draw are reserved here, because other turns may begin while this turn
@@ -343,7 +344,7 @@ class Session:
                 return self._of_tokens(list(ask.prompt)), None
             beginning = self.exchanges.after_messages(ask.tools, ask.messages)
             return self._of_messages(ask.tools, beginning), beginning
-        except RolloutError as error:  # the policy cannot answer these messages: only this request fails
+        except (RolloutError, ChatError) as error:  # the policy cannot answer this prompt: only this request fails
             raise Refusal(str(error)) from error
 
     def _check_characters(self, ask: Ask) -> None:
@@ -361,7 +362,8 @@ class Session:
 
     def _of_text(self, text: str) -> Exchange:
         """Makes the exchange for a prompt that is a text. If the prompt begins with the text of an earlier exchange, it
-        continues that exchange."""
+        continues that exchange. Raises ChatError for half of a surrogate pair."""
+        check_text(text)
         tokenizer = self.task.tokenizer
         before = self.exchanges.after_text(text)
         if before is None:
