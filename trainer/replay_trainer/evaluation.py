@@ -147,8 +147,8 @@ class PromptEvaluation:
             template = self.chat_template_kwargs
             if template is None:
                 template = _template_of_generators(trainer.client)
-            # A model without `position_ids`, such as BART's decoder, counts positions from the start of the row. Padding
-            # on the left would shift the positions of its tokens.
+            # A model without `position_ids`, such as BART's decoder, counts positions from the start of the row.
+            # Padding on the left would shift the positions of its tokens.
             takes_positions = "position_ids" in inspect.signature(_base_of(model).forward).parameters
             batch_size = self.batch_size if takes_positions else 1
             for start in range(0, len(prompts), batch_size):
