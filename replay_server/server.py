@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -104,6 +104,8 @@ class ReplayServer:
         self._metrics_address: str | None = None
         self._service: ReplayService | None = None
         self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        """The error with which `run` ended on the thread; None: it has not ended, or has ended without an error."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         """Set when the server is to stop; None before the start."""
@@ -170,19 +172,23 @@ class ReplayServer:
         return future.result()  # blocks this thread until the event loop has run the coroutine
 
     def start(self) -> None:
-        """Starts the server on its thread, and returns when clients can connect. Raises the error of a failed start."""
+        """Starts the server on its thread, and returns when clients can connect. Raises the error of a failed start.
+
+        `stop` raises an error that ends the server later.
+        """
         if self._thread is not None:
             raise RuntimeError("the server is started already")
         ready = threading.Event()
-        failure: list[BaseException] = []
-        """The error with which `run` ended; empty: `run` has not ended, or has ended without an error."""
+        self._failure = None
 
         async def main() -> None:
             """Runs the server on the new thread. Hands the error of a failed start to the thread that waits below."""
             try:
                 await self.run(ready.set)
             except BaseException as error:
-                failure.append(error)
+                if ready.is_set():  # the start has succeeded, and maybe nobody calls `stop` for a long time
+                    log.exception("the server has failed")
+                self._failure = error
                 ready.set()
 
         self._thread = threading.Thread(target=lambda: event_loop.run(main()), name="replay-server", daemon=True)
@@ -191,23 +197,32 @@ class ReplayServer:
         # before the wait.
         while not ready.wait(1.0):
             pass
-        if failure:
-            self._thread.join()
-            self._thread = None  # so that `start` may be called again
-            raise failure[0]
+        if self._failure is not None:
+            self._join()
 
     def stop(self, grace: float | None = 5.0) -> None:
         """Ends every wait with ServerClosedError, gives running requests `grace` seconds to end, and stops the server.
 
-        With `grace` None, running requests end at once.
+        With `grace` None, running requests end at once. Raises the error with which the server has ended since the
+        start, if there is one.
         """
         if self._thread is None:
             return
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self.request_stop, grace)
+        with suppress(RuntimeError):  # an error has ended the server, and its event loop is closed
+            self._loop.call_soon_threadsafe(self.request_stop, grace)
+        self._join()
+
+    def _join(self) -> None:
+        """Waits until the thread has ended, so that `start` may be called again. Raises the error that `run` raised."""
+        assert self._thread is not None
         while self._thread.is_alive():
             self._thread.join(1.0)  # a second at a time, as in `start`
         self._thread = None
+        failure = self._failure
+        self._failure = None
+        if failure is not None:
+            raise failure
 
     def request_stop(self, grace: float | None = 5.0) -> None:
         """Makes `run` return. Call it on the server's event loop."""

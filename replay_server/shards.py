@@ -187,6 +187,10 @@ class Shards:
                 actors[name] = self._ray.get_actor(name, namespace=self.namespace)
         return actors
 
+    def beyond(self, shards: int) -> list[str]:
+        """The names of the shards whose numbers are at least `shards`, in the order of their numbers."""
+        return [f"{self.name}-{number}" for number in self._numbers() if number >= shards]
+
     def _numbers(self) -> list[int]:
         """The numbers of the shards, ascending. A shard is an actor named NAME-<number>."""
         prefix = f"{self.name}-"
@@ -327,9 +331,9 @@ def up(
     """
     configs = shard_configs(config, shards, data_dir, name, port)
     service = Shards(name, namespace, ray_address)
-    running = len(service.actors())
-    if running > shards:  # `start` would leave the shards beyond `shards` running
-        raise ShardError(f"{running} of its shards run already: to have {shards}, use resize")
+    beyond = service.beyond(shards)
+    if beyond:  # `start` would leave these shards running
+        raise ShardError(f"{', '.join(beyond)} run already: to have {shards} shards, use resize")
     return service.start(configs, _options(config, memory), pin, timeout)
 
 
@@ -374,9 +378,11 @@ def resize(
     away = [shard.name for shard in statuses if not shard.is_up]
     if away:
         raise ShardError(f"resize is refused: {', '.join(away)} cannot be reached, and nobody knows what is there")
-    names = [shard.name for shard in statuses]
-    staying = names[:shards]
-    leaving = names[shards:]
+    leaving = service.beyond(shards)
+    staying = [shard.name for shard in statuses if shard.name not in leaving]
+    if leaving and len(staying) < shards:  # a shard before these is missing, for example one that was killed by hand
+        statuses = service.start(configs, _options(config, memory), pin, timeout)
+        staying = [shard.name for shard in statuses if shard.name not in leaving]
     service.drain(staying, draining=False)  # an earlier resize to fewer shards may have made them drain
     if not leaving:
         return service.start(configs, _options(config, memory), pin, timeout)
@@ -417,6 +423,7 @@ def shard_configs(config: Config, shards: int, data_dir: str | Path | None, name
 def _check_answers(ray_address: str | None) -> None:
     """Raises ShardError if nothing listens at the address. Ray itself would try to connect for many minutes."""
     host, _, port = (ray_address or "").removeprefix("ray://").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # around an IPv6 address
     if not host or not port.isdecimal():  # `ray_address` names no host and port, but is for example "auto"
         return
     try:

@@ -150,7 +150,7 @@ class Writer(_Blocking[AsyncWriter]):
         return item.key
 
     def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Waits until the server has acknowledged all items inserted so far.
+        """Waits until the server has acknowledged all items. If items are inserted meanwhile, waits for these too.
 
         Raises the first error of an insert that no call has raised yet.
         """

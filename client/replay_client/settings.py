@@ -126,13 +126,21 @@ def load_function(kind: str, name: str, built_in: Mapping[str, Callable[..., Any
         names = "".join(f"{built_in_name!r} or " for built_in_name in built_in)
         raise ValueError(f"{kind} must be {names}'package.module:function', not {name!r}")
     try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"{kind} {name!r}: {error}") from error
-    except (Exception, SystemExit) as error:  # the user's module raised this error during its import
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        # True if the module, or a package around it, is missing. If another module is missing, the user's module has
+        # tried to import that one.
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        if is_missing:
+            raise ValueError(f"{kind} {name!r}: {error}") from error
+        # The user's module raised this error during its import.
         place = raised_in(error, skip=1)  # skip the outermost frame, which is this function
         raised = f"{type(error).__name__}: {error}{place}"
         raise ValueError(f"{kind} {name!r}: its module cannot be imported, for it raised {raised}") from error
+    try:
+        function = getattr(module, attribute)
+    except AttributeError as error:
+        raise ValueError(f"{kind} {name!r}: {error}") from error
     if not callable(function):
         raise ValueError(f"{kind} {name!r} is a {type(function).__name__}, which cannot be called")
     loaded: Callable[..., Any] = function

@@ -30,7 +30,7 @@ from replay_client.records import PermitGrant
 from replay_client.requests import ROWS_PER_MESSAGE, EvictedItems, Item, KeySequence, pack_items
 from replay_client.rollout import RolloutGroup
 from replay_client.transport import Stream
-from replay_client.waits import Patience
+from replay_client.waits import Deadline, Patience
 from replay_protos import replay_pb2 as pb
 from replay_protos.words import counted
 
@@ -147,15 +147,16 @@ class AsyncWriter(AbstractAsyncContextManager["AsyncWriter"]):
         return item.key
 
     async def flush(self, timeout: Timeout = DEFAULT) -> None:
-        """Waits until the servers have acknowledged all items inserted so far.
+        """Waits until the servers have acknowledged all items. If items are inserted meanwhile, waits for these too.
 
         Raises the first error of an item that no call has raised yet. Raises DeadlineExceededError if not all items are
         acknowledged within `timeout` seconds.
         """
+        deadline = Deadline(seconds_of(timeout, self._fleet.timeout))
         drained = asyncio.Event()
         while not self._drain(drained.set):
             try:
-                async with asyncio.timeout(seconds_of(timeout, self._fleet.timeout)):
+                async with asyncio.timeout(deadline.seconds):
                     await drained.wait()
             except TimeoutError:
                 with self.lock:

@@ -193,7 +193,7 @@ class View:
             document["prompt_id"] = facts.prompt_id
             document["prompt"] = facts.prompt
             document["notes"] = self._notes(index, facts)
-            finish_flags = facts.flags - set(NOTES)  # such as "ended by stop"
+            finish_flags = [flag for flag in facts.flags if flag.startswith("ended by ")]
             document["finish"] = sorted(flag.removeprefix("ended by ") for flag in finish_flags)
         return document
 

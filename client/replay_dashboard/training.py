@@ -43,10 +43,11 @@ class Run:
     """The value of each metric in each of the `lines`; None: the line lacks the metric."""
 
     def read(self) -> bool:
-        """Reads the next lines of the file, BYTES_PER_READ at most. Returns True if `offset` has moved on.
+        """Reads the next lines of the file, BYTES_PER_READ at most. Returns True if `offset` has changed.
 
         If the file became shorter, this begins anew at the first line.
         """
+        offset_before = self.offset
         try:
             status = self.path.stat()
             self.written = status.st_mtime
@@ -54,12 +55,12 @@ class Run:
                 self._begin_anew()
             has_grown = status.st_size != self.offset
             if not has_grown or self.lines >= MOST_STEPS:
-                return False
+                return self.offset != offset_before  # True if the file became empty
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 data = file.read(BYTES_PER_READ)
         except OSError:  # the file was removed, or cannot be read now
-            return False
+            return self.offset != offset_before
         end = data.rfind(b"\n") + 1  # after the last whole line: the line behind it may not be complete yet
         is_part_of_a_long_line = not end and len(data) == BYTES_PER_READ
         if is_part_of_a_long_line:
@@ -72,7 +73,7 @@ class Run:
         for line in lines:
             self._add_line(line)
         self.offset += end
-        return end > 0
+        return end > 0 or self.offset != offset_before
 
     def _begin_anew(self) -> None:
         """Forgets all that was read."""
@@ -113,7 +114,7 @@ class Runs:
         self._runs: dict[Path, Run] = {}
         self._lock = threading.Lock()  # one thread reads the files while other threads answer requests
         self.version = 0
-        """Increases whenever a file has grown or a run was removed."""
+        """Increases whenever a file has grown or became shorter, or a run was removed."""
         self.meanings = {name: _meaning_of(metric) for name, metric in declared().items()}
         """The text of the page about each metric, by the name of the metric."""
 

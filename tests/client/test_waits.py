@@ -102,3 +102,20 @@ async def test_a_client_tries_a_server_that_is_away_again_until_it_answers(monke
         await asyncio.sleep(0.01)
         server.is_up = True
         assert (await asking).version == 0
+
+
+async def test_the_timeout_of_a_flush_bounds_the_whole_wait(monkeypatch):
+    async with AsyncReplayClient("127.0.0.1:1") as client:
+        writer = client.writer()
+
+        rounds = iter(range(300))
+
+        def drain_while_others_insert(when_drained) -> bool:
+            """Other callers insert an item every 10 ms, for longer than the timeout."""
+            writer.loop.call_later(0.01, when_drained)
+            return next(rounds, None) is None
+
+        monkeypatch.setattr(writer, "_drain", drain_while_others_insert)
+        with pytest.raises(DeadlineExceededError):
+            await writer.flush(timeout=1.0)
+        await writer.close()

@@ -293,3 +293,16 @@ def test_sessions_of_agents_are_shown_with_whom_they_wait_for_and_what_was_refus
         row = tab.eval_on_selector_all(".sessions tbody tr > *", cells)
         assert row == ["gen-a", "8", "2", "1", "5", "2 min 10 s", "3 × 401"]
         check_accessibility(tab)
+
+
+@pytest.mark.parametrize("rest", ["", '{"step": 1'])
+def test_a_file_that_became_shorter_is_a_new_version(tmp_path, rest):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2}\n')
+    runs = Runs(tmp_path)
+    runs.read()
+    version = runs.version
+    file.write_text(rest)
+    runs.read()
+    assert runs.document([])["runs"][0]["steps"] == 0
+    assert runs.version > version

@@ -1,7 +1,13 @@
-"""Durations, sizes and lists as people read them."""
+"""Durations, sizes, lists and finish reasons as people read them."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
+from replay_dashboard.catalog import LISTED
+from replay_dashboard.facts import A_PROMPT, COLUMNS, Facts
+from replay_dashboard.query import View
 from replay_dashboard.units import byte_size, duration, listed
 
 
@@ -36,3 +42,19 @@ def test_long_lists_of_names_are_cut():
     names = [f"t{i}" for i in range(10_000)]
     assert listed(names[:2]) == "t0, t1"
     assert listed(names, most=3) == "t0, t1, t2 and 9997 more"
+
+
+@pytest.mark.parametrize(
+    ("flags", "finish"), [({A_PROMPT}, []), ({"ended by stop", "ended by length", "all cut off"}, ["length", "stop"])]
+)
+def test_only_finish_reasons_are_shown_as_such(flags, finish):
+    facts = SimpleNamespace(
+        numbers=np.full((1, len(COLUMNS)), np.nan), flags=np.zeros(1, np.int64), rows=[Facts(flags=frozenset(flags))]
+    )
+    snapshot = SimpleNamespace(
+        keys=np.array([7]),
+        columns={name: np.zeros(1) for name in LISTED},
+        slots=lambda facts: np.zeros(1, np.int64),
+        tags=lambda index: {},
+    )
+    assert View(snapshot, facts).row(0)["finish"] == finish

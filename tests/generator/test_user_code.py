@@ -133,6 +133,8 @@ async def test_work_in_a_thread_cannot_end_the_event_loop():
         ("import sys; sys.exit(0)", r"raised SystemExit: 0 \(.*odd_module\.py, line 2\)"),
         ("1 / 0", r"raised ZeroDivisionError: .* \(.*odd_module\.py, line 2\)"),
         ("def f(:", r"raised SyntaxError: "),
+        ("import missing_module", r"raised ModuleNotFoundError: .*missing_module.* \(.*odd_module\.py, line 2\)"),
+        ("math.missing", r"raised AttributeError: .*missing.* \(.*odd_module\.py, line 2\)"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeypatch, line, says):
@@ -141,6 +143,12 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(tmp_path, monke
     monkeypatch.delitem(sys.modules, "odd_module", raising=False)
     with pytest.raises(ValueError, match=f"reward 'odd_module:f': its module cannot be imported, for it {says}"):
         load_function("reward", "odd_module:f", {})
+
+
+@pytest.mark.parametrize("name", ["missing_module:f", "missing_package.module:f", "math.missing:f", "math:missing"])
+def test_a_name_that_leads_nowhere_is_no_failed_import(name):
+    with pytest.raises(ValueError, match=f"reward '{name}': (No module named|module 'math' has no attribute)"):
+        load_function("reward", name, {})
 
 
 async def test_a_reward_that_yields_is_called_where_the_guard_is_and_not_on_the_event_loop():

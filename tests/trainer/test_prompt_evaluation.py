@@ -286,6 +286,14 @@ def test_an_evaluation_that_fails_leaves_the_model_as_it_was(folder, tokenizer):
     assert model.generation_config is before
 
 
+def test_an_evaluation_that_fails_before_its_first_prompt_leaves_the_model_in_training_mode(tokenizer, monkeypatch):
+    model = make_model(0).train()
+    monkeypatch.setattr("replay_trainer.evaluation.end_ids", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        PromptEvaluation([Prompt.of("1+1=")], exact_match)(run_with(model, tokenizer))
+    assert model.training
+
+
 def test_an_evaluation_of_prompts_needs_a_tokenizer():
     with pytest.raises(ValueError, match="needs a tokenizer"):
         PromptEvaluation([Prompt.of("1+1=")], exact_match)(run_with(make_model(0)))

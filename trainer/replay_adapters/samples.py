@@ -53,6 +53,8 @@ PACKED = "samples"
 """The extra that holds all other fields."""
 _NO_PROMPT = 0
 """The token that stands for the prompt of a sample that has none, because it failed."""
+_MOST_EXACT = 1 << 53
+"""float64 holds all whole numbers up to this one exactly."""
 _FORMS = "/forms"
 """The name under which the Forms of a sample are packed. No field of a dataclass can have this name."""
 _IMAGE_MODES = ("L", "RGB", "RGBA")
@@ -361,7 +363,9 @@ class _Row:
                 float32_values = values.astype(np.float32)
             if np.isfinite(float32_values).all():
                 logprobs = float32_values
-                is_exact = (float32_values == values).all()
+                # A list may hold whole numbers beside floats. The group would give them back as floats.
+                has_integers = any(isinstance(value, int) for value in sample.rollout_log_probs)
+                is_exact = (float32_values == values).all() and not has_integers
                 if is_exact:
                     exact.add("rollout_log_probs")
 
@@ -464,6 +468,8 @@ def _dense_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], forms
     if len(row_shapes) > 1:
         return None
     dtype = narrowest(present)
+    if dtype is None:
+        return None
     filled = [np.zeros((size, *present[0].shape[1:]), dtype) for size in sizes]
     for k, array in enumerate(arrays):
         if array is not None:
@@ -485,6 +491,8 @@ def _ragged_column(name: str, samples: Sequence[Any], rows: Sequence[_Row], form
     if not present or not all(map(_is_ragged, ids_S, offsets_S, rows)):
         return None
     dtype = narrowest(present, least=np.int32)
+    if dtype is None:
+        return None
     sets: list[tuple[Array, Array]] = []
     for sample, row, forms, ids, offsets in zip(samples, rows, forms_S, ids_S, offsets_S, strict=True):
         if ids is None or offsets is None:  # the sample failed: an empty set for each token
@@ -530,21 +538,28 @@ def _array(value: Any) -> Array | None:
     return array
 
 
-def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any]:
-    """The smallest dtype that holds all these numbers exactly, and that is not smaller than `least`."""
+def narrowest(arrays: Sequence[Array], least: Any = np.uint8) -> np.dtype[Any] | None:
+    """The smallest dtype that holds all these numbers exactly, and that is not smaller than `least`.
+
+    None: no dtype holds them all, for example -1 and 2**63, or 0.5 and 2**53 + 1.
+    """
+    integers = [array for array in arrays if array.dtype.kind in "iu" and array.size]
+    low = min((int(array.min()) for array in integers), default=0)
+    high = max((int(array.max()) for array in integers), default=0)
     dtype = np.result_type(*arrays)
-    if dtype.kind == "f":
+    has_floats = any(array.dtype.kind == "f" for array in arrays)
+    if has_floats:
+        if max(-low, high) > _MOST_EXACT:
+            return None
         fits_float32 = all((array.astype(np.float32) == array).all() for array in arrays)
         if fits_float32 and dtype == np.float64:
             return np.dtype(np.float32)
         return dtype
-    low = min((int(array.min()) for array in arrays if array.size), default=0)
-    high = max((int(array.max()) for array in arrays if array.size), default=0)
-    for candidate in (np.uint8, np.int32):
+    for candidate in (np.uint8, np.int32, np.int64, np.uint64):
         info = np.iinfo(candidate)
         if info.bits >= np.iinfo(least).bits and info.min <= low and high <= info.max:
             return np.dtype(candidate)
-    return np.dtype(np.int64)
+    return None
 
 
 def _form(value: Any, array: Array) -> list[Any]:

@@ -162,6 +162,7 @@ class _WithPool:
             dtypes[column] = str(tensors[0].dtype).removeprefix("torch.")
             arrays = [_numpy(tensor) for tensor in tensors]
             dtype = narrowest(arrays)
+            assert dtype is not None  # the tensors of a column have one dtype, which holds them all
             columns[column] = (axis, [array.astype(dtype) for array in arrays])
         has_rewards_before_last_token = any(int(score[:-1].count_nonzero()) for score in scores)
         if has_rewards_before_last_token:  # then the rewards of tokens do not follow from `rewards`, so store them

@@ -141,16 +141,16 @@ class PromptEvaluation:
         # The mode of each module is stored by itself, because the modes may differ: gradient checkpointing puts single
         # layers into training mode.
         modes = {module: module.training for module in model.modules()}
-        model.eval()
-        ends = end_ids(model, tokenizer)
-        template = self.chat_template_kwargs
-        if template is None:
-            template = _template_of_generators(trainer.client)
-        # A model without `position_ids`, such as BART's decoder, counts positions from the start of the row. Padding on
-        # the left would shift the positions of its tokens.
-        takes_positions = "position_ids" in inspect.signature(_base_of(model).forward).parameters
-        batch_size = self.batch_size if takes_positions else 1
         try:
+            model.eval()
+            ends = end_ids(model, tokenizer)
+            template = self.chat_template_kwargs
+            if template is None:
+                template = _template_of_generators(trainer.client)
+            # A model without `position_ids`, such as BART's decoder, counts positions from the start of the row.
+            # Padding on the left would shift the positions of its tokens.
+            takes_positions = "position_ids" in inspect.signature(_base_of(model).forward).parameters
+            batch_size = self.batch_size if takes_positions else 1
             for start in range(0, len(prompts), batch_size):
                 beat()  # tells a health check that the trainer is working
                 batch = prompts[start : start + batch_size]

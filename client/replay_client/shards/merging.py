@@ -231,11 +231,16 @@ def read_page(page: str) -> dict[str, str]:
     """
     try:
         pages = json.loads(page or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         pages = None  # refused below
-    if not isinstance(pages, dict):
+    starts = {}
+    is_page = isinstance(pages, dict)
+    if is_page:
+        starts = {str(name): str(value) for name, value in pages.items()}
+        is_page = all(start.isascii() and start.isdecimal() and len(start) < 19 for start in starts.values())
+    if not is_page:
         raise InvalidRequestError(f"page {page[:40]!r} is not one that a client of several servers gave out")
-    return {str(name): str(value) for name, value in pages.items()}
+    return starts
 
 
 def merge_pages(
@@ -243,20 +248,25 @@ def merge_pages(
 ) -> ItemPage:
     """Merges one page of each shard into a page that has the first `limit` of their items.
 
-    All pages are in the same order, and have up to `limit` items. `starts` has the start of each page as `read_page`
-    returns it. The merged page may leave out the last items of a shard's page. The next page then starts with these.
+    All pages are in the same order. A page has up to `limit` items, or fewer if the server allows no more. `starts` has
+    the start of each page as `read_page` returns it. The merged page may leave out the last items of a shard's page.
+    The next page then starts with these. A shard that has a start and no page is away. It keeps its start, because it
+    may be back for the next page.
     """
     if order_by == "size":
         order_by = "nbytes"  # the field of ItemInfo has another name
     sort_value = attrgetter(order_by)
     rows_of_shards = [[(name, item) for item in page.items] for name, page in pages.items()]
     in_order = heapq.merge(*rows_of_shards, key=lambda row: sort_value(row[1]), reverse=descending)
+    # The server bounds its pages. Behind a page that is shorter than `limit`, and not the last, nobody knows the order.
+    lengths_of_cut_pages = [len(page) for page in pages.values() if page.next_page]
+    limit = min([limit, *lengths_of_cut_pages])
     rows = list(in_order)[:limit]
     used = Counter(name for name, _ in rows)  # name of a shard -> the number of its items in the merged page
     is_last = all(used[name] == len(page) and not page.next_page for name, page in pages.items())
     next_page = ""
     if not is_last:
-        next_starts = {name: int(starts.get(name) or 0) + used[name] for name in pages}
+        next_starts = {name: int(starts.get(name) or 0) + used[name] for name in [*starts, *pages]}
         next_page = json.dumps(next_starts)
     matching = sum(page.matching for page in pages.values())
     return ItemPage([item for _, item in rows], matching, next_page)

@@ -271,7 +271,7 @@ def _files(folder: Path) -> Iterator[Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = {str(name) for name in weight_map.values()}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # the engine raises an error about a damaged index
         for name in sorted(names):
             yield folder / name

@@ -238,7 +238,7 @@ class SignalProcess:
         """The process that was started last; None: no process was started yet."""
         self._connection: Connection | None = None
         """The connection to a process that has loaded the function; None: there is no such process."""
-        self._caller: object = None
+        self._caller: threading.Event | None = None
         """Identifies the caller whose calls the process makes now, by its `caller_is_done` in `call_each`. None: the
         process makes no calls."""
         atexit.register(self.end)
@@ -315,8 +315,8 @@ class SignalProcess:
         prepared = _preparation(function)
         parent_socket, child_socket = socket.socketpair()
         # `with` closes the child's socket in this process once the child has its copy. So the copy of the child is the
-        # only one, and the connection ends when the child ends.
-        with child_socket:
+        # only one, and the connection ends when the child ends. If the process cannot be started, `with` closes both.
+        with parent_socket, child_socket:
             child_fd = child_socket.fileno()
             command = [sys.executable, "-c", _PROGRAM, str(child_fd)]
             self._process = subprocess.Popen(
@@ -325,9 +325,12 @@ class SignalProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C must not end the child, because the parent still waits for answers
             )
-        connection = Connection(parent_socket.detach())  # from here on the connection owns, and closes, the socket
-        connection.send(prepared)
-        failure = self._answer_to(connection, function)  # `serve` answers None if it could load the function
+            connection = Connection(parent_socket.detach())  # from here on the connection owns, and closes, the socket
+        # If the caller was cancelled before the process was in `_process`, `call_each` could not kill the process.
+        if self._caller is not None and self._caller.is_set():
+            self.end()
+        # `serve` answers None if it could load the function.
+        failure = self._answer_to(connection, bytes(ForkingPickler.dumps(prepared)), function)
         if failure is not None:
             self.end()
             raise NotImportableError(f"a process of its own cannot import it ({failure})")
@@ -343,11 +346,12 @@ class SignalProcess:
                 f"its arguments cannot be sent to a process of its own ({type(error).__name__}: {error})"
             ) from error
 
-    def _answer_to(self, connection: Connection, question: bytes) -> Any:
-        """Sends one message to the process, and returns its answer. Raises FunctionFailedError if the process ended, or
-        if its answer cannot be loaded here."""
+    def _answer_to(self, connection: Connection, *messages: bytes) -> Any:
+        """Sends these messages to the process, and returns its answer to the last one. Raises FunctionFailedError if
+        the process ended, or if its answer cannot be loaded here."""
         try:
-            connection.send_bytes(question)
+            for message in messages:
+                connection.send_bytes(message)
             return connection.recv()
         except (EOFError, OSError):  # the process ended
             code = None

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from replay_client.records import server_info_of
-from replay_client.shards.merging import merge_infos
+from replay_client.errors import InvalidRequestError
+from replay_client.records import ItemInfo, ItemPage, server_info_of
+from replay_client.shards.merging import merge_infos, merge_pages, read_page
 from replay_protos import replay_pb2 as pb
 from replay_server import TableConfig
 
@@ -125,3 +126,43 @@ def test_a_client_of_several_shards_is_one_as_the_shard_knows_it_that_heard_of_i
         ("x", "generator, trainer", 2.0, 2, False),
         ("y", "trainer", 3.0, 1, False),
     ]
+
+
+# --------------------------------------------------------------------------------------------------------- pages
+
+
+def page_of(*priorities: float, is_last: bool) -> ItemPage:
+    """A page of one shard, with an item for each priority."""
+    items = [
+        ItemInfo(
+            key=number,
+            priority=priority,
+            age=1.0,
+            policy_version=0,
+            staleness=0,
+            times_sampled=0,
+            nbytes=1,
+            effective_priority=priority,
+        )
+        for number, priority in enumerate(priorities)
+    ]
+    return ItemPage(items, matching=len(items), next_page="" if is_last else "next")
+
+
+def test_a_shard_that_is_away_for_one_page_keeps_its_place_in_the_listing():
+    pages = {"b": page_of(3.0, 4.0, is_last=False)}
+    merged_page = merge_pages(pages, {"a": "2", "b": "2"}, 2, "priority", descending=False)
+    assert read_page(merged_page.next_page) == {"a": "2", "b": "4"}
+
+
+def test_a_merged_page_ends_where_a_page_that_the_server_has_cut_ends():
+    pages = {"a": page_of(1.0, 2.0, is_last=False), "b": page_of(5.0, 6.0, is_last=True)}
+    merged_page = merge_pages(pages, {}, 100, "priority", descending=False)
+    assert [item.priority for item in merged_page] == [1.0, 2.0]
+    assert read_page(merged_page.next_page) == {"a": "2", "b": "0"}
+
+
+@pytest.mark.parametrize("page", ["x", "[]", '{"a": "x"}', '{"a": "-1"}', '{"a": 1.5}', "[" * 100_000])
+def test_a_page_that_no_client_gave_out_is_refused(page):
+    with pytest.raises(InvalidRequestError, match="not one that a client of several servers gave out"):
+        read_page(page)

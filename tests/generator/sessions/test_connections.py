@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from replay_client.testing import PATIENCE, until
+from replay_generator.rollouts.sessions.connections import _Connection
 from replay_generator.rollouts.sessions.endpoint import SessionServer
 from replay_protos import connection_bounds
 from tests.certificates import make_certificate
@@ -187,3 +188,13 @@ def test_the_loop_of_uvloop_serves_as_well():
             return (await client.post(f"{address}/v1/completions", json={"prompt": "a"})).status_code
 
     assert uvloop.run(asked()) == 200
+
+
+async def test_a_request_that_comes_before_the_answer_to_the_last_one_counts_from_that_answer():
+    connection = _Connection(asyncio.Protocol(), on_ready=lambda *_: None, on_lost=lambda *_: None)
+    connection.since = -1.0
+    connection.note_whole_request()
+    connection._has_next = True
+    connection.note_answer()
+    assert connection.since > 0.0
+    connection.limit_time(None)

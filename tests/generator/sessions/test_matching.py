@@ -287,3 +287,21 @@ def test_one_character_of_any_message_begins_a_new_sequence():
             cases += 1
             found = exchanges.after_messages(TOOLS, [*messages[:at], changed, *messages[at + 1 :]])
             assert found.count <= at, (messages[at], changed)
+
+
+def test_among_equal_answers_to_several_conversations_that_of_the_lowest_digest_counts():
+    for number in range(12):  # the order of a set of two is right by chance half of the time
+        exchanges = Exchanges()
+        first = answer(f"first {number}", id="a")
+        for id in "ab":
+            draw(exchanges, [ASKED], answer(f"first {number}", id=id))
+        asked = [ASKED, told(first), NEXT]
+        conversations = {}
+        for id in "cd":
+            last = exchanges.after_messages(TOOLS, asked)
+            drawn = draw(exchanges, asked, answer("second", id=id))
+            drawn.before.followed = True  # so that the next request continues the other answer
+            conversations[last.digests[-1]] = drawn
+        assert len(conversations) == 2
+        found = exchanges.after_messages(TOOLS, [*asked, told(answer("second", id="x"))])
+        assert found.before is conversations[min(conversations)]

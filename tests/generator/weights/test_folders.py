@@ -14,6 +14,7 @@ from replay_client.testing import async_until
 from replay_generator import WeightsDamagedError, WeightsNotAllowedError
 from replay_generator.engines import SamplingConfig
 from replay_generator.engines.transformers import TransformersEngine
+from replay_generator.engines.weights import _files
 from replay_generator.testing import ScriptedEngine
 from tests.kit.clients import RecordingClient
 from tests.kit.generators import make_generator, running
@@ -51,6 +52,12 @@ async def test_a_file_of_a_version_that_is_outside_the_root_is_not_read(model, t
     with pytest.raises(WeightsNotAllowedError, match=says):
         await make_generator(client, engine, max_groups=1, weights_root=tmp_path / "run").run()
     assert engine.loaded == []
+
+
+def test_an_index_that_is_nested_too_deeply_names_no_files(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[" * 100_000)
+    assert list(_files(tmp_path)) == [index]
 
 
 def damage(folder: Path, how: str) -> Path:

@@ -53,7 +53,8 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         """The timer that ends the connection if its client is too slow; None: the client has no time limit now."""
         self.since = self._loop.time()
-        """The time, on the clock of the event loop, at which the connection was opened or, later, was last idle."""
+        """The time, on the clock of the event loop, from which the present request counts: the opening of the
+        connection, the first byte after an idle time, or the answer to the request before."""
         self._transport: asyncio.Transport | None = None
         self.opening: asyncio.Task[None] | None = None
         """The task that sets the connection up, with its TLS handshake; None: there is no such task now."""
@@ -99,6 +100,7 @@ class _Connection(asyncio.Protocol):
         self.awaits_answer = False
         if self._has_next:  # the next request has begun already
             self.is_idle = False
+            self.since = self._loop.time()  # `_close_one` grants the next request its time, as `limit_time` does
             self.limit_time(connection_bounds.SECONDS_PER_REQUEST)
         else:
             self.is_idle = True

@@ -172,7 +172,8 @@ class Exchanges:
         Goes through the messages one by one, and stops at the first message that continues no known conversation. The
         digest of a conversation does not depend on how a client writes the answers of the policy, because the id of an
         answer stands for the answer. If a message is the answer of several exchanges, the one with the lowest `_rank`
-        counts. Among exchanges with equal ranks that answered the same conversation, the oldest counts.
+        counts. Among exchanges with equal ranks, the one that answered the conversation with the lowest digest counts;
+        if they answered the same conversation, the oldest.
         """
         messages = in_order(messages, self._by_call_id)  # puts results of parallel calls into the order of the calls
         start = begun(tools)  # the digest before the first message
@@ -186,7 +187,8 @@ class Exchanges:
             following = {followed_by(digest, message) for digest in reached} & self._beginnings
             differs = ""  # the part in which the message differs from a known answer
             if message["role"] == "assistant":
-                answered, differs = self._answered_by(message, reached)
+                # Sorted, because the order of a set of bytes differs from process to process.
+                answered, differs = self._answered_by(message, sorted(reached))
                 following.update(exchange.digest for exchange in answered)
                 if answered:
                     best = min(answered, key=lambda exchange: _rank(exchange, message))

@@ -201,9 +201,9 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]}
     for part in item.get("content", ()):  # messages and thoughts have one part, whose index is 0; calls have none
         name = f"response.{part['type']}"
-        place["content_index"] = 0
-        yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-        yield {"type": f"{name}.delta", **place, "delta": part["text"], "logprobs": []}
-        yield {"type": f"{name}.done", **place, "text": part["text"], "logprobs": []}
-        yield {"type": "response.content_part.done", **place, "part": part}
+        place_of_part = {**place, "content_index": 0}
+        yield {"type": "response.content_part.added", **place_of_part, "part": {**part, "text": ""}}
+        yield {"type": f"{name}.delta", **place_of_part, "delta": part["text"], "logprobs": []}
+        yield {"type": f"{name}.done", **place_of_part, "text": part["text"], "logprobs": []}
+        yield {"type": "response.content_part.done", **place_of_part, "part": part}
     yield {"type": "response.output_item.done", **place, "item": item}
