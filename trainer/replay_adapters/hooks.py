@@ -40,6 +40,14 @@ HOOKS: dict[str, str] = {
         transfer_queue:kv_batch_get(keys, partition_id, select_fields, ...)
         transfer_queue:kv_batch_put(keys, partition_id, fields, tags, ...)
         """,
+    "verl: agent loop": """
+        verl.trainer.ppo.checkpoint_callback:CheckpointCallback.on_save(trainer, global_step, checkpoint_dir, ...)
+        verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences(prompts)
+        verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class._run_prompt(prompt, ...)
+        verl.trainer.ppo.v1.agent_loop_tq:tq.async_kv_batch_put(keys, partition_id, fields, tags, ...)
+        verl.trainer.ppo.v1.agent_loop_tq:tq.async_kv_put(key, partition_id, fields, tag, ...)
+        transfer_queue:kv_list(partition_id)
+        """,
     "slime": f"""
         slime.rollout.base_types:RolloutFnTrainOutput(samples, metrics, ...)
         slime.utils.types:Sample.Status.ABORTED
@@ -56,14 +64,14 @@ HOOKS: dict[str, str] = {
         skyrl.train.fully_async_trainer:GeneratedOutputGroup(generator_output, global_step_when_scheduled, ...)
         """,
 }
-"""The hooks of each framework, by its name. Each line is a hook: `module:name`, or `module:name(parameters)` without
-`self`. The parameters must be exactly these in this order. If the last one is "...", there may be others, and the order
-does not matter."""
+"""The hooks of each framework, by its name. The key "verl: agent loop" has those of a part of verl's adapter that can be
+used without the rest. Each line is a hook: `module:name`, or `module:name(parameters)` without `self`. The parameters
+must be exactly these in this order. If the last one is "...", there may be others, and the order does not matter."""
 
 
 @contextmanager
 def hooks_of(framework: str) -> Iterator[None]:
-    """Checks the hooks of a framework, then runs the block, which imports from the framework.
+    """Checks hooks, then runs the block, which imports from the framework. `framework`: a key of HOOKS.
 
     Raises ImportError if a hook or an import is missing or different. The error names it, and the remedy.
     """
@@ -74,7 +82,7 @@ def hooks_of(framework: str) -> Iterator[None]:
                 _check_hook(hook)
         yield
     except (ImportError, AttributeError) as error:
-        raise mismatch(framework, error) from error
+        raise mismatch(framework.partition(":")[0], error) from error
 
 
 def _check_hook(hook: str) -> None:
