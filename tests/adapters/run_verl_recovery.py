@@ -1,4 +1,4 @@
-"""What test_verl_recovery_killed.py runs where verl is: `run_verl_recovery FOLDER ADDRESS MODE STEPS`, one start of a run.
+"""What test_verl_killed.py runs where verl is: `run_verl_recovery FOLDER ADDRESS MODE STEPS`, one start of a run.
 
 Of verl: its trainer (`fit`, checkpoints, data loader, replay buffer), agent loop manager, workers and agent loop, Ray
 and TransferQueue. verl 0.9.1 has no platform for CPUs, so its engines are scripted: the model that trains is a list of

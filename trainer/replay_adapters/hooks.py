@@ -64,9 +64,9 @@ HOOKS: dict[str, str] = {
         skyrl.train.fully_async_trainer:GeneratedOutputGroup(generator_output, global_step_when_scheduled, ...)
         """,
 }
-"""The hooks of each framework, by its name. The key "verl: agent loop" has those of a part of verl's adapter that can be
-used without the rest. Each line is a hook: `module:name`, or `module:name(parameters)` without `self`. The parameters
-must be exactly these in this order. If the last one is "...", there may be others, and the order does not matter."""
+"""The hooks of each framework, by its name. "verl: agent loop" has those of a part of verl's adapter that can be used
+without the rest. Each line is a hook: `module:name`, or `module:name(parameters)` without `self`. The parameters must
+be exactly these in this order. If the last one is "...", there may be others, and the order does not matter."""
 
 
 @contextmanager

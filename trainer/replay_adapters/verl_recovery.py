@@ -31,7 +31,6 @@ from replay_adapters.hooks import hooks_of
 from replay_adapters.occurrences import Fetch, Occurrence, OccurrenceGroups, Recovery
 from replay_adapters.verl_rows import StoredRows, digest, group_of, rows_of
 from replay_client import ReplayClient
-from replay_client.errors import ReplayError
 from replay_client.waits import in_daemon_thread
 
 with hooks_of("verl: agent loop"):
@@ -211,7 +210,7 @@ class RecoveringAgentLoop(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has
         tags = _tags()
         _clear_orphans(tags)
         restored = _occurrences(tags)
-        checkpoint = int(getattr(step, "data", step)) - 1  # verl counts steps from 1
+        checkpoint = int(_plain(step)) - 1  # verl counts steps from 1
         recovery = Recovery(self._groups, checkpoint, restored)
         logger.warning("resumed from step %d: %d finished groups are on the server", checkpoint, len(self._groups.held))
         return recovery
@@ -319,8 +318,8 @@ class _StoringQueue:
 
 
 def _plain(value: Any) -> Any:
-    """The value in a column that does not hold tensors. tensordict wraps some of these values."""
-    return value if isinstance(value, torch.Tensor) else getattr(value, "data", value)
+    """The value in a column. tensordict wraps some values that are no tensors."""
+    return value.data if isinstance(value, NonTensorData) else value
 
 
 class RecoveringWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
@@ -350,7 +349,7 @@ class RecoveringWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # ty
         try:
             name = digest(prompt.get("raw_prompt"))
             found = None if fetch.key is None else await self._found(fetch, name, step)
-        except (ValueError, ReplayError) as error:
+        except Exception as error:  # verl would call the group a failure
             self._warn(error)
             await super()._run_prompt(prompt, *args, **kwargs)
             return
@@ -405,7 +404,7 @@ class RecoveringWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # ty
             return
         try:
             await self._in_thread(partial(self._store, group))
-        except (ValueError, ReplayError) as error:
+        except Exception as error:  # verl would call the group a failure
             self._warn(error)
 
     def _store(self, group: _OpenGroup) -> None:

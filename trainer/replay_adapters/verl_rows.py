@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from replay_client import RolloutGroup
 _IDS = ("prompts", "responses", "response_mask")
 """Columns of token ids and masks. verl makes them of int64."""
 _ROUTING = "routed_experts"
-_PREFIX = "verl."
+_PREFIX = "column "
 """The beginning of the names of all other columns as attributes of a VerlRow."""
 Row = dict[str, Any]
 """A row of verl, by name of the column."""
@@ -60,11 +60,11 @@ class StoredRows:
     """By the same keys: the tags of a row."""
     step: int
     """The step at which the prompt was given to the agent loop."""
-    prompt: str = field(default="")
+    prompt: str = ""
     """The digest of the prompt: see `digest`."""
 
 
-_STORE = SampleStore(VerlRow)
+_STORE = SampleStore(VerlRow, framework="verl")
 
 
 def digest(prompt: Any) -> str:
