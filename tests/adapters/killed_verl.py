@@ -103,7 +103,13 @@ class Start:
         self._mark = f"REPLAY_TEST_RUN={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         paths = os.pathsep.join(str(ROOT / name) for name in ("", "client", "trainer", "protos"))
-        environment = {"PYTHONPATH": paths, "REPLAY_TEST_START": str(number), name: value, "RAY_AUTH_MODE": "disabled"}
+        environment = {
+            "PYTHONPATH": paths,
+            "REPLAY_TEST_START": str(number),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_raylet_start_wait_time_s": "600",  # where others are busy, Ray starts late
+            name: value,
+        }
         self.output = folder / f"output-{number}.txt"
         self._process = subprocess.Popen(
             [python, "-m", "tests.adapters.run_verl_recovery", str(folder), address, mode, str(steps)],

@@ -238,6 +238,7 @@ def configuration(folder: Path, address: str, mode: str, steps: int) -> DictConf
         settings |= {
             "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": loop,
             "+actor_rollout_ref.rollout.custom.replay.address": address,
+            "+actor_rollout_ref.rollout.custom.replay.timeout": os.environ.get("REPLAY_TEST_TIMEOUT", "60"),
             "trainer.checkpoint_callback_class": "replay_adapters.verl_recovery.RecoveringCheckpoints",
         }
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -247,7 +248,7 @@ def configuration(folder: Path, address: str, mode: str, steps: int) -> DictConf
 def main(folder: Path, address: str, mode: str, steps: int) -> None:
     os.environ["REPLAY_TEST_FOLDER"] = str(folder)
     config = configuration(folder, address, mode, steps)
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=True, object_store_memory=100 << 20)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True, object_store_memory=100 << 20)
     # From here on as verl's main_ppo does, in this process.
     config.transfer_queue.enable = True
     tq.init(config.transfer_queue)

@@ -113,8 +113,8 @@ class OccurrenceGroups(FinishedGroups[Occurrence]):
         occurrence = Occurrence.parse(str(tags["occurrence"]))
         if tags.get("settings") == self.settings:
             return occurrence
-        # No fetch has this name: `counts` of another run.
-        return Occurrence(f"{tags.get('settings')}/{occurrence}", -1, 0)
+        # The name of no fetch, so that the group is deleted.
+        return Occurrence(f"{tags.get('settings')}/{occurrence}", checkpoint=-1, count=0)
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,14 @@ class Recovery:
         self._found: dict[tuple[str, int], Occurrence] = {}
         """By index and number since `checkpoint`: the names of the groups that were found."""
         self.groups.find()
-        lost: dict[Occurrence, int] = {}
+        useless: dict[Occurrence, int] = {}
         for place, key in self.groups.held.items():
             count = place.since(self.checkpoint)
-            if place in self._waiting[self.checkpoint]:
-                continue
-            if count is None:
-                lost[place] = key
-                continue
-            self._found[place.index, count] = place
-        self.groups.forget(lost)
+            if count is not None:
+                self._found[place.index, count] = place
+            elif place not in self._waiting[self.checkpoint]:
+                useless[place] = key
+        self.groups.forget(useless)
 
     def next(self, uid: str, index: str) -> Fetch:
         """The fetch of a prompt, which is counted.
