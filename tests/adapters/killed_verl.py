@@ -107,7 +107,9 @@ class Start:
             "PYTHONPATH": paths,
             "REPLAY_TEST_START": str(number),
             "RAY_AUTH_MODE": "disabled",
-            "RAY_raylet_start_wait_time_s": "600",  # where others are busy, Ray starts late
+            # Where others are busy, Ray starts late.
+            "RAY_raylet_start_wait_time_s": "300",
+            "RAY_agent_register_timeout_ms": "300000",
             name: value,
         }
         self.output = folder / f"output-{number}.txt"
