@@ -35,6 +35,10 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+RAY_GAVE_UP = "The current node timed out during startup"
+"""Ray's words for a node that did not start in time."""
+MOST_TRIES = 5
+"""The most times that Ray is started until it runs."""
 LONGEST = 3600.0
 """Seconds until a start that does not reach its step counts as hung."""
 
@@ -107,9 +111,7 @@ class Start:
             "PYTHONPATH": paths,
             "REPLAY_TEST_START": str(number),
             "RAY_AUTH_MODE": "disabled",
-            # Where others are busy, Ray starts late.
-            "RAY_raylet_start_wait_time_s": "300",
-            "RAY_agent_register_timeout_ms": "300000",
+            "RAY_raylet_start_wait_time_s": "90",  # where others are busy, Ray starts late
             name: value,
         }
         self.output = folder / f"output-{number}.txt"
@@ -121,6 +123,24 @@ class Start:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def begun(self) -> bool:
+        """True once verl runs, and False if Ray did not start: it gives up after a time where others are busy.
+
+        Raises AssertionError if the start failed otherwise.
+        """
+
+        def verl_runs() -> bool | None:
+            """None: it is not known yet."""
+            if any(entry["start"] == str(self.number) for entry in entries(self.folder, "loaded")):
+                return True
+            if self._process.poll() is None:
+                return None
+            assert RAY_GAVE_UP in self.output.read_text(), self.output.read_text()[-3000:]
+            return False
+
+        until(lambda: verl_runs() is not None, timeout=LONGEST, pause=0.2)
+        return bool(verl_runs())
 
     def reached(self, step: int) -> bool:
         """True once this start has trained on a step. Raises AssertionError if it ended before."""
@@ -166,6 +186,22 @@ class Start:
         return pids
 
 
+def begin(python: str, folder: Path, address: str, mode: str, steps: int, number: int) -> Start:
+    """A start of the run in which verl runs."""
+    for _ in range(MOST_TRIES):
+        start = Start(python, folder, address, mode, steps, number)
+        runs = False
+        try:
+            runs = start.begun()
+        finally:
+            if not runs:
+                start.kill()
+        if runs:
+            return start
+        print(f"start {number}: Ray did not start in time, once more", flush=True)
+    raise AssertionError(f"Ray did not start in {MOST_TRIES} tries: {start.output}")
+
+
 def entries(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     """The entries of a kind in the log of the run."""
     path = folder / "log.jsonl"
@@ -195,7 +231,7 @@ def kill_and_resume(
     acknowledged: list[dict[Occurrence, int]] = []
     with ReplayClient(address) as client:
         for number in range(kills + 1):
-            start = Start(python, folder, address, mode, steps, number)
+            start = begin(python, folder, address, mode, steps, number)
             try:
                 if number == kills:
                     start.wait()
@@ -207,6 +243,8 @@ def kill_and_resume(
                 start.kill()
             ledger.kills += 1
             acknowledged.append(held(client))
+            names = {str(occurrence): tokens for occurrence, tokens in acknowledged[-1].items()}
+            (folder / f"acknowledged-{ledger.kills}.json").write_text(json.dumps(names))
             print(f"kill {ledger.kills} at step {step} or later: {len(acknowledged[-1])} groups held", flush=True)
         ledger.left = len(held(client))
     _account(ledger, folder, acknowledged)

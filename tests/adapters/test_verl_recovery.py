@@ -396,6 +396,22 @@ def test_a_column_that_cannot_be_stored_is_named(columns, words):
         group_of(StoredRows(rows, {"0_0": {}}, step=1), version=0)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "step", "bound", "usable"),
+    [
+        ("p", 7, None, True),
+        ("p", 700, None, True),
+        ("p", 9, 2, True),
+        ("p", 10, 2, False),
+        ("p", 5, 2, True),
+        ("p", 4, 2, False),
+        ("q", 7, None, False),
+    ],
+)
+def test_a_stored_group_is_used_for_its_prompt_within_the_bound_of_staleness(prompt, step, bound, usable):
+    assert StoredRows({}, {}, step=7, prompt="p").usable(prompt, step, bound) is usable
+
+
 def test_prompts_differ_by_their_digest():
     first, second = ([{"role": "user", "content": content}] for content in ("1+1=", "1+2="))
     assert digest(first) == digest(json.loads(json.dumps(first)))

@@ -365,25 +365,25 @@ class RecoveringWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # ty
     async def _found(self, fetch: Fetch, prompt: str, step: int) -> StoredRows | None:
         """The stored group of a fetch; None: the group must be generated. `prompt`: the digest of the prompt.
 
-        A group of another prompt, and a group that is too old, is deleted.
+        A group of another prompt and a group that is too old are deleted. A group under another name is renamed.
         """
         assert fetch.key is not None
         items = await self._call(self._groups.client.get, [fetch.key])
         if not items:  # the server is away, or has dropped the group
             return None
-        stored = rows_of(items[0].group)
-        usable = stored is not None and stored.prompt == prompt
-        if stored is not None and self._bound is not None:
-            # A run that resumed is at an earlier step than the run before: the distance counts.
-            usable = usable and abs(step - stored.step) <= self._bound
-        if usable and not fetch.renamed:
+        group = items[0].group
+        stored = rows_of(group)
+        if stored is not None and not stored.usable(prompt, step, self._bound):
+            stored = None
+        if stored is not None and not fetch.renamed:
             return stored
-        if usable and stored is not None:
-            group = items[0].group
-            await self._in_thread(partial(self._groups.store, fetch.occurrence, group))
-            self._groups.held.pop(fetch.occurrence, None)
+        if stored is not None:
+            renamed = await self._in_thread(partial(self._groups.store, fetch.occurrence, group))
+            if not renamed:  # the group keeps its old name
+                return stored
+            self._groups.held.pop(fetch.occurrence)  # the driver holds the names of all groups
         await self._call(self._groups.client.delete, self._groups.table, [fetch.key])
-        return stored if usable else None
+        return stored
 
     async def _publish(self, uid: str, stored: StoredRows, step: int) -> None:
         """Writes a stored group into TransferQueue, under the uid that its prompt has now."""

@@ -63,6 +63,16 @@ class StoredRows:
     prompt: str = ""
     """The digest of the prompt: see `digest`."""
 
+    def usable(self, prompt: str, step: int, bound: int | None) -> bool:
+        """True if the rows may stand for a prompt with this digest at a step. `bound`: the most steps between the two
+        steps; None: any number.
+
+        A run that resumed may be at an earlier step than the rows, which counts like a later one.
+        """
+        if self.prompt != prompt:
+            return False
+        return bound is None or abs(step - self.step) <= bound
+
 
 _STORE = SampleStore(VerlRow, framework="verl")
 
