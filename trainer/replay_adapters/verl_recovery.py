@@ -37,12 +37,11 @@ with hooks_of("verl: agent loop"):
     import ray
     import transfer_queue as tq
     from omegaconf import OmegaConf
-    from tensordict import NonTensorData, NonTensorStack
     from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
     from verl.trainer.ppo.v1 import agent_loop_tq
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
     from verl.utils.import_utils import load_class_from_fqn
-    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+    from verl.utils.tensordict_utils import NonTensorData, assign_non_tensor_stack, list_of_dict_to_tensordict
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +192,7 @@ class RecoveringAgentLoop(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has
         tq.kv_batch_put(keys=uids, partition_id=_TRAIN, tags=tags)
         named = prompts.copy()  # verl's own batch stays as it is
         columns = [{"name": str(f.occurrence), "key": f.key, "renamed": f.renamed} for f in fetches]
-        named[_COLUMN] = NonTensorStack.from_list([NonTensorData(column) for column in columns])
+        assign_non_tensor_stack(named, _COLUMN, columns)
         super().generate_sequences(named)
 
     def saved(self, step: int, durable: int, last: bool) -> None:

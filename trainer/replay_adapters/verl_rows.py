@@ -8,7 +8,7 @@ several sequences, whose reward is that of its last row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,7 +183,7 @@ def _columns_of(sample: VerlRow) -> Row:
     return row
 
 
-_DERIVATIONS = {
+_DERIVATIONS: dict[str, Callable[[Row], Tensor]] = {
     "input_ids": lambda row: torch.cat([row["prompts"], row["responses"]]),
     "position_ids": lambda row: torch.arange(len(row["prompts"]) + len(row["responses"])),
     "loss_mask": lambda row: row["response_mask"].clone(),
