@@ -101,7 +101,10 @@ def prepare(folder: Path) -> None:
 class Start:
     """One start of the run."""
 
-    def __init__(self, python: str, folder: Path, address: str, mode: str, steps: int, number: int) -> None:
+    def __init__(
+        self, python: str, folder: Path, address: str, mode: str, steps: int, number: int, **variables: str
+    ) -> None:
+        """`variables`: more of its environment."""
         self.number = number
         self.folder = folder
         self._mark = f"REPLAY_TEST_RUN={uuid.uuid4().hex}"
@@ -113,6 +116,7 @@ class Start:
             "RAY_AUTH_MODE": "disabled",
             "RAY_raylet_start_wait_time_s": "90",  # where others are busy, Ray starts late
             name: value,
+            **variables,
         }
         self.output = folder / f"output-{number}.txt"
         self._process = subprocess.Popen(
@@ -186,10 +190,10 @@ class Start:
         return pids
 
 
-def begin(python: str, folder: Path, address: str, mode: str, steps: int, number: int) -> Start:
-    """A start of the run in which verl runs."""
+def begin(python: str, folder: Path, address: str, mode: str, steps: int, number: int = 0, **variables: str) -> Start:
+    """A start of the run in which verl runs. `variables`: more of its environment."""
     for _ in range(MOST_TRIES):
-        start = Start(python, folder, address, mode, steps, number)
+        start = Start(python, folder, address, mode, steps, number, **variables)
         runs = False
         try:
             runs = start.begun()

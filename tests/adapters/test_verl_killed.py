@@ -5,11 +5,13 @@ verl needs other versions of what we use, so it runs in an environment of its ow
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
-from tests.adapters.killed_verl import BATCH, PROMPTS, Ledger, kill_and_resume, prepare
+from replay_client.testing import until
+from tests.adapters.killed_verl import BATCH, LONGEST, PROMPTS, Ledger, begin, kill_and_resume, prepare
 from tests.adapters.test_verl import python_with_verl
 from tests.kit.processes import server_process
 
@@ -53,3 +55,18 @@ def test_the_server_lets_go_of_what_was_trained_on(ledger):
 
 def test_no_row_without_a_prompt_stays_in_transfer_queue(ledger):
     assert ledger.orphans == []
+
+
+def test_training_goes_on_while_the_server_is_away(tmp_path):
+    prepare(tmp_path)
+    with server_process(tmp_path, TABLE) as server:
+        start = begin(python_with_verl(), tmp_path, server.address, "sync", steps=8, REPLAY_TEST_TIMEOUT="1")
+        try:
+            until(lambda: start.reached(2), timeout=LONGEST)
+            server.kill()
+            start.wait()
+        finally:
+            start.kill()
+    _, trained = json.loads((tmp_path / "checkpoints/global_step_8/actor/state.json").read_text())
+    assert len(trained) == 8 * BATCH
+    assert "the replay server is away" in start.output.read_text()
