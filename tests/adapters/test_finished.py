@@ -1,4 +1,4 @@
-"""FinishedGroups on a real server: what a killed run leaves behind is found, and goes when a checkpoint contains it."""
+"""EpochGroups on a real server: what a killed run leaves behind is found, and goes when a checkpoint contains it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from replay_adapters.finished_groups import FinishedGroups
+from replay_adapters.finished_groups import EpochGroups
 from replay_client import ReplayClient, RolloutGroup
 from replay_client.testing import make_group
 from replay_server import ReplayServer, TableConfig
@@ -43,22 +43,22 @@ def client() -> Iterator[ReplayClient]:
 def test_a_table_that_does_not_keep_what_nobody_draws_is_refused(client, table, why):
     words = f"table {table!r} cannot keep finished groups until a checkpoint has them: {why}"
     with pytest.raises(ValueError, match=re.escape(words)):
-        FinishedGroups(client, table)
+        EpochGroups(client, table)
 
 
 def test_a_run_finds_what_the_one_before_left_until_the_next_checkpoint_but_one(client):
     def group(token: int) -> RolloutGroup:
         return make_group(completions=[[token]])
 
-    def tokens(run: FinishedGroups) -> dict[str, int | None]:
+    def tokens(run: EpochGroups) -> dict[str, int | None]:
         found = {uid: run.get((0, uid)) for uid in "abc"}
         return {uid: None if each is None else int(each.completion_ids[0]) for uid, each in found.items()}
 
-    other, first = (FinishedGroups(client, "finished", run=run) for run in ("other", "run"))
+    other, first = (EpochGroups(client, "finished", run=run) for run in ("other", "run"))
     other.store((0, "a"), group(9))
     for token, uid in enumerate("aab", start=3):  # the second one of "a" counts
         first.store((0, uid), group(token))
-    resumed = FinishedGroups(client, "finished", run="run")
+    resumed = EpochGroups(client, "finished", run="run")
     assert tokens(resumed) == {"a": None, "b": None, "c": None}
     resumed.find()
     resumed.find()

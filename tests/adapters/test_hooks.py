@@ -50,6 +50,7 @@ def test_a_framework_is_refused_for_its_hooks_and_not_for_its_number(monkeypatch
     ("adapter", "missing", "framework"),
     [
         ("trl_async", "trl.experimental.async_grpo.async_rollout_worker", "AsyncGRPO"),
+        ("verl_recovery", "verl", "verl"),
         *((name.lower(), name.lower(), name) for name in ("verl", "slime", "Miles", "SkyRL")),
     ],
 )

@@ -40,6 +40,14 @@ HOOKS: dict[str, str] = {
         transfer_queue:kv_batch_get(keys, partition_id, select_fields, ...)
         transfer_queue:kv_batch_put(keys, partition_id, fields, tags, ...)
         """,
+    "verl: agent loop": """
+        verl.trainer.ppo.checkpoint_callback:CheckpointCallback.on_save(trainer, global_step, checkpoint_dir, ...)
+        verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences(prompts)
+        verl.trainer.ppo.v1.agent_loop_tq:AgentLoopWorkerTQ.__ray_metadata__.modified_class._run_prompt(prompt, ...)
+        verl.trainer.ppo.v1.agent_loop_tq:tq.async_kv_batch_put(keys, partition_id, fields, tags, ...)
+        verl.trainer.ppo.v1.agent_loop_tq:tq.async_kv_put(key, partition_id, fields, tag, ...)
+        transfer_queue:kv_list(partition_id)
+        """,
     "slime": f"""
         slime.rollout.base_types:RolloutFnTrainOutput(samples, metrics, ...)
         slime.utils.types:Sample.Status.ABORTED
@@ -59,12 +67,13 @@ HOOKS: dict[str, str] = {
 """Name of a framework -> its hooks. Each line is a hook: `module:name`, or `module:name(parameters)` without `self`.
 
 The function must have exactly these parameters in this order. If the last one is "...", the function may have further
-parameters, and their order does not matter."""
+parameters, and their order does not matter. "verl: agent loop" has the hooks of a part of verl's adapter that can be
+used without the rest."""
 
 
 @contextmanager
 def hooks_of(framework: str) -> Iterator[None]:
-    """Checks the hooks of a framework, then runs the block, which imports from the framework.
+    """Checks hooks, then runs the block, which imports from the framework. `framework`: a key of HOOKS.
 
     Raises ImportError if a hook or an import is missing or different. The error names this difference and the remedy.
     """
@@ -75,7 +84,7 @@ def hooks_of(framework: str) -> Iterator[None]:
                 _check_hook(hook)
         yield
     except (ImportError, AttributeError) as error:
-        raise mismatch(framework, error) from error
+        raise mismatch(framework.partition(":")[0], error) from error
 
 
 def _check_hook(hook: str) -> None:

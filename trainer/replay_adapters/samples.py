@@ -74,11 +74,13 @@ class SampleStore:
     """Converts the groups of one framework.
 
     `sample_class`: the framework's Sample. `reward_key`: the setting of this name in the framework's arguments. If it
-    is set, the reward of a sample is a dict, and this key names the value to train on.
+    is set, the reward of a sample is a dict, and this key names the value to train on. `framework`: the name of the
+    framework in errors; None: that of the package of `sample_class`.
     """
 
-    def __init__(self, sample_class: type[Any], reward_key: str | None = None) -> None:
+    def __init__(self, sample_class: type[Any], reward_key: str | None = None, *, framework: str | None = None) -> None:
         self._class = sample_class
+        self._framework = framework or sample_class.__module__.split(".")[0]
         self._module = sys.modules[sample_class.__module__]
         """The only module whose enums and dataclasses are packed and unpacked."""
         self._reward_key = reward_key
@@ -235,10 +237,9 @@ class SampleStore:
         try:
             return self._packb(value)
         except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
-            framework = self._class.__module__.split(".")[0]
             raise ValueError(
-                f"{framework}'s {whose} have a {name} that cannot be stored, {_shown(value)}: put numbers, texts, "
-                f"arrays, lists and dicts of them into it"
+                f"{self._framework}'s {whose} have a {name} that cannot be stored, {_shown(value)}: put numbers, "
+                f"texts, arrays, lists and dicts of them into it"
             ) from None
 
     def _packb(self, value: Any) -> bytes:

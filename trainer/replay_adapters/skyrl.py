@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from replay_adapters.finished_groups import FinishedGroups, Place
+from replay_adapters.finished_groups import EpochGroups, Place
 from replay_adapters.group_pool import GroupPool, OnUnavailable
 from replay_adapters.hooks import hooks_of
 from replay_client import ReplayClient, RolloutGroup, Sample
@@ -132,7 +132,7 @@ class WithServer:
         }
         # Each start of a run gets the same name, because a run that resumes has the same folder of checkpoints.
         run = hashlib.sha256(str(self.cfg.trainer.ckpt_path).encode()).hexdigest()[:16]
-        self._finished = FinishedGroups(self.client, settings.finished, run=run, **options)
+        self._finished = EpochGroups(self.client, settings.finished, run=run, **options)
         self._pool: GroupPool | None = None
         if settings.pool is not None:
             self._pool = GroupPool(self.client, settings.pool, max_staleness=self._max_staleness, **options)

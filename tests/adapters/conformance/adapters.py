@@ -109,7 +109,9 @@ TABLE: Mapping[str, Row] = {
             "Verl itself drops failed rollouts; the adapter leaves the group, which is then smaller, as it is"
         ),
         "staleness": Shown("test_conformance::test_a_pool_gives_no_group_beyond_the_bound", "tested on the pool alone"),
-        "trainer killed": NotShown("The pool holds copies, so an acknowledged group stays, whichever process dies"),
+        "trainer killed": Shown(
+            "test_verl_killed::test_no_finished_group_is_generated_again", "with `RecoveringAgentLoop`"
+        ),
         "server killed": NotShown("The adapters of TRL and slime, which are tested, use the same pool"),
         "server hangs": _POOL_HANGS,
         "restart": Shown(

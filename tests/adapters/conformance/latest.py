@@ -49,7 +49,8 @@ def installed(framework: str) -> str:
 
 def differences(framework: str) -> Iterator[str]:
     """Each hook of an adapter that its framework has no more, or has otherwise."""
-    for hook in filter(None, map(str.strip, HOOKS[framework].splitlines())):
+    texts = [text for name, text in HOOKS.items() if name.partition(":")[0] == framework]
+    for hook in filter(None, map(str.strip, "\n".join(texts).splitlines())):
         try:
             with patch.dict(HOOKS, {framework: hook}), hooks_of(framework):
                 pass
