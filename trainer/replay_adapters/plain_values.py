@@ -86,11 +86,11 @@ def _tensor_of(data: memoryview, copy: bool) -> torch.Tensor:
     shape = struct.unpack_from(f"<{dimensions}q", data, _HEADER.size)
     dtype = _TORCH_DTYPES[code]
     count = math.prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
     start = _HEADER.size + 8 * dimensions
     if len(data) - start != count * dtype.itemsize:
         raise ValueError(f"a tensor of {dtype} and shape {shape} with {len(data) - start} bytes")
+    if not count:  # torch takes no empty buffer
+        return torch.empty(shape, dtype=dtype)
     if copy:
         return torch.frombuffer(bytearray(data[start:]), dtype=dtype).view(shape)
     return torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape)

@@ -289,7 +289,7 @@ class ReplayStoreManager(KVStorageManager):
 
     async def _listed(self) -> dict[int, bool]:
         """The keys of all items that the controller lists. The value is True if all fields of the row can be read."""
-        answer = await self._ask(ZMQRequestType.GET_LIST_PARTITIONS, {}, ZMQRequestType.GET_LIST_PARTITIONS_RESPONSE)
+        answer = await self._ask(ZMQRequestType.GET_LIST_PARTITIONS, {}, ZMQRequestType.LIST_PARTITIONS_RESPONSE)
         listed: dict[int, bool] = {}
         for partition in answer["partition_ids"]:
             answer = await self._ask(

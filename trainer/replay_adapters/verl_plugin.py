@@ -51,7 +51,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-if _TRANSFER_QUEUE in sys.modules:
-    _register()
-else:
-    sys.meta_path.insert(0, _AfterImport())
+def install() -> None:
+    """Registers the backend now if TransferQueue is imported already, or else when it is imported.
+
+    Without verl, name this function as Ray's `worker_process_setup_hook`, so that all workers have the backend.
+    """
+    if _TRANSFER_QUEUE in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+install()
