@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import zmq
@@ -33,7 +33,9 @@ from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from replay_adapters.column_rows import Place, pack_rows
 from replay_adapters.plain_values import unpack
-from replay_adapters.row_table import RowTable
+
+if TYPE_CHECKING:
+    from replay_adapters.row_table import RowTable
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,9 @@ def row_table(config: Mapping[str, Any]) -> RowTable:
 
     Raises ValueError for a setting or a table that cannot be used.
     """
-    from replay_client import ReplayClient  # here, because verl imports this module in processes that never need it
+    # Here, because verl imports this module also in processes that never need gRPC.
+    from replay_adapters.row_table import RowTable
+    from replay_client import ReplayClient
 
     table = config.get("table") or "tq"
     checkpoints = config.get("checkpoints") or 2
