@@ -47,8 +47,9 @@ class Place(NamedTuple):
         length = len(data) - _PLACE.size
         if length < 0 or length % _KEY.size:
             raise ValueError(f"{len(data)} bytes are not the place of a value")
-        older = (key for (key,) in _KEY.iter_unpack(data[_PLACE.size :]))
-        return cls(*_PLACE.unpack_from(data), older=tuple(older))
+        key, offset, size, fields = _PLACE.unpack_from(data)
+        older = tuple(key for (key,) in _KEY.iter_unpack(data[_PLACE.size :]))
+        return cls(key, offset, size, fields, older)
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,12 @@ def _dense_values(column: torch.Tensor) -> Iterable[Sequence[Piece]]:
     return [(header, elements[row * size : (row + 1) * size]) for row in range(len(column))]
 
 
-def _is_plain_jagged(column: torch.Tensor) -> bool:
+def _is_plain_jagged(column: Any) -> bool:
     """True if the rows of a nested tensor lie one after the other in its buffer, and differ in their first size."""
-    return column.layout == torch.jagged and column._ragged_idx == 1 and column.lengths() is None
+    return bool(column.layout == torch.jagged and column._ragged_idx == 1 and column.lengths() is None)
 
 
-def _jagged_values(column: torch.Tensor) -> Iterable[Sequence[Piece]]:
+def _jagged_values(column: Any) -> Iterable[Sequence[Piece]]:
     """The values of a plain jagged tensor, as views of its buffer."""
     buffer = column.values()
     rest = tuple(buffer.shape[1:])

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import numpy.typing as npt
 import torch
 
 # A tensor that shares the memory of a received message is read by one process, and nobody else has that memory.
@@ -55,7 +56,8 @@ def header_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor, in the order of its dimensions. The view shares memory with a contiguous CPU tensor."""
     plain = tensor.detach().cpu().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    array: npt.NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    return array.data
 
 
 def pack(value: Any) -> bytes:

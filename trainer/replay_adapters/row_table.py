@@ -22,6 +22,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -127,14 +128,14 @@ class RowTable:
         """
         found: dict[int, Buffer] = {}
         for chunk in _chunks_of_bytes(sizes):
-            for item in self._reach(lambda chunk=chunk: self.client.get(chunk, timeout=_LONG)):
+            for item in self._reach(partial(self.client.get, chunk, timeout=_LONG)):
                 found[item.key] = item.payload
         return found
 
     def clear(self, keys: Iterable[int]) -> None:
         """Deletes rows that no checkpoint lists, and retains the others."""
         for chunk in _chunks(list(dict.fromkeys(keys))):
-            self._reach(lambda chunk=chunk: self._clear(chunk))
+            self._reach(partial(self._clear, chunk))
 
     def clear_all(self) -> int:
         """Clears all rows in use: a new controller lists none of them. Returns their number."""
@@ -190,7 +191,7 @@ class RowTable:
         present: set[int] = set()
         cleared: set[int] = set()
         for chunk in _chunks(list(wanted)):
-            for item in self._reach(lambda chunk=chunk: self.client.get(chunk, payloads=False)):
+            for item in self._reach(partial(self.client.get, chunk, payloads=False)):
                 present.add(item.key)
                 if item.tables[self.table].priority != IN_USE:
                     cleared.add(item.key)
@@ -201,7 +202,7 @@ class RowTable:
     def _age(self) -> None:
         """Adds a completed checkpoint to all cleared rows. Deletes those that are older than the last checkpoints."""
         for chunk in _chunks(self._list(CLEARED + self.checkpoints, BEGUN - 1)):
-            self._reach(lambda chunk=chunk: self._delete(chunk))
+            self._reach(partial(self._delete, chunk))
         for completed in range(self.checkpoints - 1, -1, -1):  # the oldest first, so that no row is counted twice
             self._set(self._list(CLEARED + completed, CLEARED + completed), CLEARED + completed + 1)
 
@@ -210,8 +211,8 @@ class RowTable:
         older = self._list(BEGUN, ENDED)
         with self._keys_lock:
             key = next(self._keys)
-        self._reach(lambda: self.client.insert(b"", {self.table: priority}, key=key))
-        self._reach(lambda: self._delete(older))
+        self._reach(partial(self.client.insert, b"", {self.table: priority}, key=key))
+        self._reach(partial(self._delete, older))
         self._mark = Mark(key, priority == ENDED)
 
     def _newest_mark(self) -> Mark | None:
@@ -230,16 +231,16 @@ class RowTable:
         page = ""
         while True:
             # The oldest first: new items then come last, and shift no page.
-            listed = self._reach(
-                lambda page=page: self.client.list_items(
-                    self.table,
-                    limit=2 * _KEYS,
-                    page=page,
-                    min_priority=lowest,
-                    max_priority=highest,
-                    descending=True,
-                )
+            request = partial(
+                self.client.list_items,
+                self.table,
+                limit=2 * _KEYS,
+                page=page,
+                min_priority=lowest,
+                max_priority=highest,
+                descending=True,
             )
+            listed = self._reach(request)
             keys.extend(item.key for item in listed)
             page = listed.next_page
             if not page:
@@ -250,11 +251,7 @@ class RowTable:
         for chunk in _chunks(list(keys)):
             array = np.array(chunk, dtype=np.uint64)
             priorities = np.full(len(chunk), priority)
-            self._reach(
-                lambda array=array, priorities=priorities: self.client.update_priority_arrays(
-                    self.table, array, priorities
-                )
-            )
+            self._reach(partial(self.client.update_priority_arrays, self.table, array, priorities))
 
     def _delete(self, keys: Sequence[int]) -> None:
         """Deletes these items, as far as they are there."""

@@ -24,15 +24,18 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import zmq
-from tensordict import TensorDict
-from transfer_queue.metadata import BatchMeta, extract_field_schema
-from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
-from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
-from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
-from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 from replay_adapters.column_rows import Place, pack_rows
+from replay_adapters.hooks import hooks_of
 from replay_adapters.plain_values import unpack
+
+with hooks_of("TransferQueue"):
+    from tensordict import TensorDict
+    from transfer_queue.metadata import BatchMeta, extract_field_schema
+    from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
+    from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
+    from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
+    from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
 if TYPE_CHECKING:
     from replay_adapters.row_table import RowTable
@@ -78,7 +81,7 @@ def row_table(config: Mapping[str, Any]) -> RowTable:
         raise
 
 
-@StorageBootstrapProvider.register_provider(NAME)
+@StorageBootstrapProvider.register_provider(NAME)  # type: ignore[untyped-decorator]
 def provide(config: Mapping[str, Any]) -> dict[str, str]:
     """Prepares the table for a new controller, which lists no rows yet: clears what an earlier job left.
 
@@ -95,7 +98,7 @@ def provide(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 @StorageClientFactory.register("ReplayStoreClient")
-class ReplayStoreClient(StorageKVClient):
+class ReplayStoreClient(StorageKVClient):  # type: ignore[misc]
     """TransferQueue's key-value interface to the rows. Several threads may use it at once.
 
     A key is "INDEX@FIELD", and only the place that `put` returns leads back to the value.
@@ -164,7 +167,7 @@ class ReplayStoreClient(StorageKVClient):
 
 
 @StorageManagerFactory.register(NAME)
-class ReplayStoreManager(KVStorageManager):
+class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
     """TransferQueue's storage manager for a replay server. The calls to the server run in threads of their own."""
 
     def __init__(self, controller_info: Any, config: Mapping[str, Any], zmq_context: Any = None) -> None:
@@ -353,7 +356,8 @@ class ReplayStoreManager(KVStorageManager):
                 frames = await asyncio.wait_for(socket.recv_multipart(copy=False), max(0.0, end - time.monotonic()))
                 answer = ZMQMessage.deserialize(frames)
                 if answer.request_type == expected:
-                    return answer.body
+                    body: dict[str, Any] = answer.body
+                    return body
                 if answer.request_type == ZMQRequestType.REQUEST_ERROR:
                     raise RuntimeError(f"TransferQueue's controller: {answer.body.get('message')}")
 
