@@ -133,7 +133,7 @@ def test_columns_of_every_kind_come_back_row_by_row() -> None:
 
 
 def test_a_column_with_another_number_of_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="'x' has 2 rows, and the batch has 3"):
+    with pytest.raises(ValueError, match="the number of rows is 2 in the field 'x', and 3 in the batch"):
         pack_rows({"x": torch.ones(2, 1)}, 3)
 
 

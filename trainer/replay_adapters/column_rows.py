@@ -83,7 +83,7 @@ def pack_rows(columns: Mapping[str, Any], rows: int) -> PackedRows:
     for name, column in columns.items():
         values = list(_values(name, column))
         if len(values) != rows:
-            raise ValueError(f"the field {name!r} has {len(values)} rows, and the batch has {rows}")
+            raise ValueError(f"the number of rows is {len(values)} in the field {name!r}, and {rows} in the batch")
         for row, pieces in enumerate(values):
             pieces_B[row].extend(pieces)
             sizes_B[row] += sum(map(len, pieces))

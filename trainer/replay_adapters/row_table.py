@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from replay_client import ReplayClient
+from replay_client import KeySequence, ReplayClient
 from replay_client.columns import Buffer
 from replay_client.errors import (
     DeadlineExceededError,
@@ -37,7 +37,6 @@ from replay_client.errors import (
     StorageError,
     TableFullError,
 )
-from replay_client.requests import KeySequence
 from replay_client.waits import WaitLog, try_patiently
 
 logger = logging.getLogger(__name__)
@@ -104,8 +103,7 @@ class RowTable:
 
     def put(self, payloads: Sequence[bytes]) -> list[int]:
         """Stores the payloads, and returns their keys when the server has stored all of them."""
-        with self._keys_lock:
-            keys = [next(self._keys) for _ in payloads]
+        keys = [self._new_key() for _ in payloads]
 
         def insert() -> None:
             """Inserts the payloads. A repetition inserts only those that the server does not have yet."""
@@ -209,8 +207,7 @@ class RowTable:
     def _replace_marks(self, priority: float) -> None:
         """Inserts a mark, and then deletes all older marks."""
         older = self._list(BEGUN, ENDED)
-        with self._keys_lock:
-            key = next(self._keys)
+        key = self._new_key()
         self._reach(partial(self.client.insert, b"", {self.table: priority}, key=key))
         self._reach(partial(self._delete, older))
         self._mark = Mark(key, priority == ENDED)
@@ -224,6 +221,11 @@ class RowTable:
         return None
 
     # ------------------------------------------------------------------------------------------------ requests
+
+    def _new_key(self) -> int:
+        """A key that no process has used. Several threads may call this at once."""
+        with self._keys_lock:
+            return next(self._keys)
 
     def _list(self, lowest: float, highest: float) -> list[int]:
         """The keys of all items with a priority from `lowest` to `highest`."""

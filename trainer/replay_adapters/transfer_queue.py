@@ -91,7 +91,7 @@ def provide(config: Mapping[str, Any]) -> dict[str, str]:
     try:
         left = rows.clear_all()
         if left:
-            logger.warning("cleared %d rows that an earlier job left in the table %r", left, rows.table)
+            logger.warning("an earlier job left rows in the table %r, which are cleared: %d", rows.table, left)
         return {"address": rows.client.address, "table": rows.table}
     finally:
         rows.close()
@@ -184,7 +184,9 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
             raise NotImplementedError(f"{NAME} runs no data_parser in the server: parse the data before the put")
         indexes = metadata.global_indexes
         if data.batch_size[0] != len(indexes):
-            raise ValueError(f"the data have {data.batch_size[0]} rows, and the metadata {len(indexes)}")
+            raise ValueError(
+                f"the number of rows is {data.batch_size[0]} in the data, and {len(indexes)} in the metadata"
+            )
         if not indexes:
             return
         columns = {name: data[name] for name in sorted(data.keys())}
@@ -271,10 +273,10 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         if unreadable:
             rows = self.storage_client.rows
             raise LookupError(
-                f"{len(unreadable)} of {len(listed)} rows of the checkpoint {folder} are not in the table "
-                f"{rows.table!r} of {rows.client.address}: it was saved with the table {mark['table']!r} of "
-                f"{mark['address']}, and the rows stay there until {self.storage_client.rows.checkpoints} newer "
-                f"checkpoints are complete"
+                f"of the rows that the checkpoint {folder} lists ({len(listed)}), {len(unreadable)} are not "
+                f"in the table {rows.table!r} of {rows.client.address}: it was saved with the table {mark['table']!r} "
+                f"of {mark['address']}, and its rows stay there until newer checkpoints are complete, as many as the "
+                f"setting `checkpoints` says ({rows.checkpoints})"
             )
         self._last = folder, mark["id"]
 
@@ -330,8 +332,8 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
             except (TimeoutError, zmq.ZMQError) as error:
                 if attempt == _NOTIFICATIONS:
                     raise ConnectionError(
-                        f"TransferQueue's controller {self.controller_info.id} did not answer {attempt} times about a "
-                        f"put of rows: {error}"
+                        f"TransferQueue's controller {self.controller_info.id} did not answer about a put of rows, "
+                        f"which was announced again and again: {error}"
                     ) from error
                 logger.warning("TransferQueue's controller does not answer about a put; asking again: %s", error)
         if not body.get("success", True):
