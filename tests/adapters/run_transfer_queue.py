@@ -29,7 +29,7 @@ from tests.adapters.transfer_queue_plugin import OURS
 
 PARTITION = "train"
 ROWS = 64
-"""Rows of the checkpoint."""
+"""Rows of the checkpoint, and of each cycle afterwards."""
 FIELDS = 16
 
 
@@ -87,7 +87,8 @@ def resume(folder: Path, cycles: int, report: Path) -> None:
     first_wrong = wrong_rows(listed)
     mislabelled: list[int] = []
     for cycle in range(cycles):
-        numbers = [2000 + 2 * cycle, 2001 + 2 * cycle]
+        first = 2000 + ROWS * cycle
+        numbers = list(range(first, first + ROWS))
         put(numbers)
         if cycle % 20 == 0:
             mislabelled += wrong_rows(numbers)

@@ -102,7 +102,7 @@ def resumed(python: str, running: LocalServer, tmp_path: Path) -> dict:
     report = tmp_path / "report.json"
     died = job(python, running, "die", str(checkpoint))
     assert "died" in died.stdout, died.stderr[-3000:]
-    cycles = os.environ.get("REPLAY_TQ_CYCLES", "300")
+    cycles = os.environ.get("REPLAY_TQ_CYCLES", "20")
     done = job(python, running, "resume", str(checkpoint), cycles, str(report))
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(report.read_text())

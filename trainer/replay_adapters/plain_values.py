@@ -94,8 +94,10 @@ def _tensor_of(data: memoryview, copy: bool) -> torch.Tensor:
     if not count:  # torch takes no empty buffer
         return torch.empty(shape, dtype=dtype)
     if copy:
-        return torch.frombuffer(bytearray(data[start:]), dtype=dtype).view(shape)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape)
+        flat = torch.frombuffer(bytearray(data[start:]), dtype=dtype)
+    else:
+        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=start)
+    return flat if dimensions == 1 else flat.view(shape)
 
 
 class _Packer:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -54,6 +55,8 @@ _BYTES = 64 << 20
 """Payload bytes, about, that one request asks for."""
 _LONG = 120.0
 """Seconds that such a request may take."""
+_IN_FLIGHT = 4096
+"""Rows of a put that the server has not stored yet."""
 _WRITERS_FROM = 2
 """Rows from which on an insert is pipelined."""
 
@@ -85,6 +88,8 @@ class RowTable:
         """The number of completed checkpoints that stay loadable."""
         self._keys = KeySequence()
         self._keys_lock = threading.Lock()
+        self._writers: deque[Any] = deque()
+        """Writers that no thread uses. A new one costs a stream and a ring of shared memory."""
         self._mark: Mark | None = None
         """The newest mark that this process has seen. It is the newest of all for as long as it is there."""
         self._closed = threading.Event()
@@ -111,13 +116,25 @@ class RowTable:
                 for key, payload in zip(keys, payloads, strict=True):
                     self.client.insert(payload, {self.table: IN_USE}, key=key)
                 return
-            with self.client.writer(max_in_flight=4096) as writer:
+            writer = self._free_writer()
+            try:
                 for key, payload in zip(keys, payloads, strict=True):
                     writer.insert(payload, {self.table: IN_USE}, key=key)
                 writer.flush(timeout=None)  # many bytes take long; if the server goes away, this raises
+            except BaseException:
+                writer.close()
+                raise
+            self._writers.append(writer)
 
         self._reach(insert)
         return keys
+
+    def _free_writer(self) -> Any:
+        """A writer that no other thread uses."""
+        try:
+            return self._writers.pop()
+        except IndexError:
+            return self.client.writer(max_in_flight=_IN_FLIGHT)
 
     def get(self, sizes: Mapping[int, int]) -> dict[int, Buffer]:
         """The payloads of items by key, without those that the server does not have.
