@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import zmq
-
 from replay_adapters.column_rows import Place, pack_rows
 from replay_adapters.hooks import hooks_of
 from replay_adapters.plain_values import unpack
@@ -36,6 +34,7 @@ with hooks_of("TransferQueue"):
     from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
     from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
     from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
+    from zmq.error import ZMQError
 
 if TYPE_CHECKING:
     from replay_adapters.row_table import RowTable
@@ -67,7 +66,7 @@ def row_table(config: Mapping[str, Any]) -> RowTable:
     from replay_client import ReplayClient
 
     table = config.get("table") or "tq"
-    checkpoints = config.get("checkpoints") or 2
+    checkpoints = config.get("checkpoints", 2)
     if not isinstance(checkpoints, int) or not 1 <= checkpoints <= 100:
         raise ValueError(f"backend.{NAME}.checkpoints is {checkpoints!r}: write a whole number from 1 to 100")
     access = {}
@@ -329,7 +328,7 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
             try:
                 body = await self._exchange(request_msg, expected, _NOTIFY_SECONDS)
                 break
-            except (TimeoutError, zmq.ZMQError) as error:
+            except (TimeoutError, ZMQError) as error:
                 if attempt == _NOTIFICATIONS:
                     raise ConnectionError(
                         f"TransferQueue's controller {self.controller_info.id} did not answer about a put of rows, "
