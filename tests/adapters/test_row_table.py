@@ -25,7 +25,7 @@ def rows(running: LocalServer) -> RowTable:
 
 def there(rows: RowTable, keys: list[int]) -> list[int]:
     """Those of `keys` whose bytes can be read."""
-    found = rows.get(dict.fromkeys(keys, 1))
+    found = dict(rows.get(dict.fromkeys(keys, 1)))
     return [key for key in keys if key in found]
 
 
@@ -37,7 +37,7 @@ def save(rows: RowTable, *, completed: bool = True) -> None:
 def test_a_put_row_comes_back_bit_by_bit(rows: RowTable) -> None:
     payloads = [b"", b"one", bytes(100_000)]
     keys = rows.put(payloads)
-    found = rows.get(dict.fromkeys(keys, 1))
+    found = dict(rows.get(dict.fromkeys(keys, 1)))
     assert [bytes(found[key]) for key in keys] == payloads
 
 

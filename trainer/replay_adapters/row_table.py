@@ -136,16 +136,14 @@ class RowTable:
         except IndexError:
             return self.client.writer(max_in_flight=_IN_FLIGHT)
 
-    def get(self, sizes: Mapping[int, int]) -> dict[int, Buffer]:
-        """The payloads of items by key, without those that the server does not have.
+    def get(self, sizes: Mapping[int, int]) -> Iterator[tuple[int, Buffer]]:
+        """Yields the keys and payloads of items, in any order, without those that the server does not have.
 
         `sizes`: by key, about how many bytes the payload has, so that no request asks for too many.
         """
-        found: dict[int, Buffer] = {}
         for chunk in _chunks_of_bytes(sizes):
             for item in self._reach(partial(self.client.get, chunk, timeout=_LONG)):
-                found[item.key] = item.payload
-        return found
+                yield item.key, item.payload
 
     def clear(self, keys: Iterable[int]) -> None:
         """Deletes rows that no checkpoint lists, and retains the others."""

@@ -136,21 +136,29 @@ class ReplayStoreClient(StorageKVClient):  # type: ignore[misc]
     ) -> list[Any]:
         """The values at these places, in the order of `keys`. Raises LookupError if one is not there."""
         places = _places(keys, custom_backend_meta)
+        positions: dict[int, list[int]] = {}
+        needed: dict[int, int] = {}
         sizes: dict[int, int] = {}
-        for place in places:
-            sizes[place.key] = sizes.get(place.key, 0) + place.size
-        payloads = self.rows.get(sizes)
-        values = []
-        for key, place in zip(keys, places, strict=True):
-            payload = payloads.get(place.key)
-            if payload is None:
-                raise LookupError(
-                    f"the value {key} is no longer in the table {self.rows.table!r} of {self.rows.client.address}: "
-                    f"it was cleared, or the server lost its rows because it has no data_dir"
-                )
-            view = memoryview(payload)[place.offset : place.offset + place.size]
-            values.append(unpack(view, copy=False))
-        return values
+        for position, place in enumerate(places):
+            positions.setdefault(place.key, []).append(position)
+            needed[place.key] = needed.get(place.key, 0) + place.size
+            # The payload has other fields too, as large as this one for all that is known.
+            sizes[place.key] = max(needed[place.key], place.size * place.fields)
+        values: dict[int, Any] = {}
+        for key, payload in self.rows.get(sizes):
+            is_mostly_needed = 2 * needed[key] >= len(payload)
+            for position in positions.pop(key):
+                place = places[position]
+                view = memoryview(payload)[place.offset : place.offset + place.size]
+                # Otherwise one small value would keep the whole payload in memory.
+                values[position] = unpack(view, copy=not is_mostly_needed)
+        if positions:
+            absent = keys[min(min(each) for each in positions.values())]
+            raise LookupError(
+                f"the value {absent} is no longer in the table {self.rows.table!r} of {self.rows.client.address}: it "
+                f"was cleared, or the server lost its rows because it has no data_dir"
+            )
+        return [values[position] for position in range(len(keys))]
 
     def clear(self, keys: list[str], custom_backend_meta: list[bytes | None] | None = None) -> None:
         """Clears the items at these places, with all fields that they have. Ignores values without a place."""

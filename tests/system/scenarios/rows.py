@@ -50,7 +50,7 @@ class RowLedger(Books):
 
     def check_rows(self, rows: RowTable, what: str, listed: dict[int, dict[str, Place]]) -> None:
         sizes = {place.key: place.size for places in listed.values() for place in places.values()}
-        payloads = rows.get(sizes)
+        payloads = dict(rows.get(sizes))
         for number, places in listed.items():
             for name, place in places.items():
                 payload = payloads.get(place.key)
@@ -104,7 +104,8 @@ class RowClients(Crew):
     def read(self, client: ReplayClient) -> None:
         with self.ledger.lock:
             listed = dict(list(self.ledger.in_use.items())[-20:])
-        payloads = RowTable(client, "tq", CHECKPOINTS).get({p["name"].key: 1 for p in listed.values()})
+        sizes = {places["name"].key: 1 for places in listed.values()}
+        payloads = dict(RowTable(client, "tq", CHECKPOINTS).get(sizes))
         for number, places in listed.items():
             place = places["name"]
             payload = payloads.get(place.key)  # None: it was cleared meanwhile
