@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from replay_adapters.column_rows import Place, pack_rows
+from replay_adapters.column_rows import Place, pack_rows, replace_values
 from replay_adapters.plain_values import DTYPES, pack, unpack
 
 
@@ -145,3 +145,35 @@ def test_a_place_comes_back_from_its_bytes() -> None:
 def test_bytes_that_are_no_place_are_refused() -> None:
     with pytest.raises(ValueError, match="3 bytes are not the place"):
         Place.decode(b"abc")
+
+
+def place(key: int, fields: int, *older: int) -> Place:
+    """The place of a value in an item with this number of fields."""
+    return Place(key=key, offset=0, size=1, fields=fields, older=older)
+
+
+def encoded(places: dict[str, Place]) -> dict[str, bytes]:
+    return {name: place.encode() for name, place in places.items()}
+
+
+def test_new_fields_of_a_row_replace_nothing() -> None:
+    new = {"late": place(2, 1)}
+    assert replace_values(new, encoded({"early": place(1, 1)})) == (new, [])
+
+
+def test_an_item_whose_fields_are_all_replaced_is_not_used_any_more() -> None:
+    new = {"a": place(2, 2), "b": place(2, 2)}
+    assert replace_values(new, encoded({"a": place(1, 2), "b": place(1, 2)})) == (new, [1])
+
+
+def test_an_item_of_which_one_field_is_replaced_leaves_with_the_row() -> None:
+    old = {"a": place(1, 2), "b": place(1, 2)}
+    places, unused = replace_values({"a": place(2, 1)}, encoded(old))
+    assert unused == []
+    assert places["a"].older == (1,)
+
+
+def test_an_older_item_stays_noted_when_its_field_is_replaced_again() -> None:
+    places, unused = replace_values({"a": place(3, 1)}, encoded({"a": place(2, 1, 1)}))
+    assert unused == [2]
+    assert places["a"].older == (1,)

@@ -52,6 +52,30 @@ class Place(NamedTuple):
         return cls(key, offset, size, fields, older)
 
 
+def replace_values(new: Mapping[str, Place], old: Mapping[str, bytes]) -> tuple[dict[str, Place], list[int]]:
+    """The places of a row's new values, and the keys of the items that have no value in use any more.
+
+    `new`: the places of the values that were just put, by name of the field. `old`: the encoded places that the row
+    had before. An item of which only some values are replaced is noted as `older` in the places of these fields, so
+    that it leaves with the row.
+    """
+    previous = {name: Place.decode(old[name]) for name in new if name in old}
+    replaced: dict[int, int] = {}
+    fields: dict[int, int] = {}
+    for place in previous.values():
+        replaced[place.key] = replaced.get(place.key, 0) + 1
+        fields[place.key] = place.fields
+    unused = {key for key, count in replaced.items() if count == fields[key]}
+    places = {}
+    for name, place in new.items():
+        before = previous.get(name)
+        if before is not None:
+            older = {*before.older, before.key} - unused
+            place = place._replace(older=tuple(sorted(older)))
+        places[name] = place
+    return places, sorted(unused)
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """The rows of a batch as payloads."""

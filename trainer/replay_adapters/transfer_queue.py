@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from replay_adapters.column_rows import Place, pack_rows
+from replay_adapters.column_rows import Place, pack_rows, replace_values
 from replay_adapters.hooks import hooks_of
 from replay_adapters.plain_values import unpack
 
@@ -198,11 +198,11 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
             return
         columns = {name: data[name] for name in sorted(data.keys())}
         new = await asyncio.to_thread(self.storage_client.put_columns, columns, len(indexes))
-        replaced: list[Place] = []
+        replaced: list[int] = []
         meta_by_index: dict[int, dict[str, bytes]] = {}
         for row, index in enumerate(indexes):
             old = metadata._custom_backend_meta[row]
-            places, dead = _succeed({name: column[row] for name, column in new.items()}, old)
+            places, dead = replace_values({name: column[row] for name, column in new.items()}, old)
             meta_by_index[index] = {name: place.encode() for name, place in places.items()}
             replaced.extend(dead)
         try:
@@ -215,7 +215,7 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         for row, index in enumerate(indexes):
             metadata._custom_backend_meta[row].update(meta_by_index[index])
         if replaced:
-            await asyncio.to_thread(self.storage_client.clear_places, replaced)
+            await asyncio.to_thread(self.storage_client.rows.clear, replaced)
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """The fields that the metadata name. Raises LookupError if a row has no such field."""
@@ -376,31 +376,6 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         client = getattr(self, "storage_client", None)  # None: the constructor has failed
         if client is not None:
             client.close()
-
-
-def _succeed(new: Mapping[str, Place], old: Mapping[str, bytes]) -> tuple[dict[str, Place], list[Place]]:
-    """The places of a row's new values, and the items whose values are all replaced by them.
-
-    `new` and `old`: by name of the field. An older item that still has values of other fields is noted in the places
-    of the fields that it has lost, so that it leaves with the row.
-    """
-    previous = {name: Place.decode(old[name]) for name in new if name in old}
-    if not previous:
-        return dict(new), []
-    replaced: dict[int, int] = {}
-    fields: dict[int, int] = {}
-    for place in previous.values():
-        replaced[place.key] = replaced.get(place.key, 0) + 1
-        fields[place.key] = place.fields
-    dead = {key for key, count in replaced.items() if count == fields[key]}
-    places = {}
-    for name, place in new.items():
-        before = previous.get(name)
-        if before is not None:
-            older = {*before.older, before.key} - dead
-            place = place._replace(older=tuple(sorted(older)))
-        places[name] = place
-    return places, [Place(key, 0, 0, 0) for key in sorted(dead)]
 
 
 def _grouped(fields_by_index: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, ...], list[str]]:
