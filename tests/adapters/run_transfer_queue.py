@@ -2,7 +2,7 @@
 
     python -m tests.adapters.run_transfer_queue die FOLDER       puts, saves, goes on, and kills itself
     python -m tests.adapters.run_transfer_queue resume FOLDER CYCLES REPORT
-    python -m tests.adapters.run_transfer_queue values REPORT    what values of each kind come back as
+    python -m tests.adapters.run_transfer_queue values REPORT    odd values, and a silent controller
 
 `die` clears rows of the checkpoint after the save, uses their indexes again, and leaves rows that no checkpoint lists.
 REPLAY_ADDRESS names the server.
@@ -23,6 +23,7 @@ import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
+from transfer_queue.utils.zmq_utils import ZMQRequestType
 
 import replay_adapters.verl_plugin  # noqa: F401
 from tests.adapters.transfer_queue_plugin import OURS
@@ -113,8 +114,32 @@ def values(report: Path) -> None:
         tq.kv_put(key="bad", partition_id=PARTITION, fields={"bad": {1, 2}})
     except Exception as error:
         told["refused"] = str(error)
-    tq.kv_clear(keys=["row1", "row2", "row3", "bad"], partition_id=PARTITION)
+    silences = silence_controller(2)
+    put([5])
+    told["wrong_after_two_silences"] = wrong_rows([5])
+    told["silences_left"] = len(silences)
+    silence_controller(4)
+    try:
+        put([6])
+    except ConnectionError as error:
+        told["silent"] = str(error)
+    tq.kv_clear(keys=["row1", "row2", "row3", "bad", "row5", "row6"], partition_id=PARTITION)
     report.write_text(json.dumps(told))
+
+
+def silence_controller(times: int) -> list[Exception]:
+    """Lets the controller not answer about the next puts, this many times. Returns the silences that are left."""
+    manager = tq.get_client().storage_manager
+    exchange = type(manager)._exchange
+    silences: list[Exception] = [TimeoutError("silent") for _ in range(times)]
+
+    async def silent(message: list[Any], expected: Any, seconds: float) -> dict[str, Any]:
+        if silences and expected == ZMQRequestType.NOTIFY_DATA_UPDATE_ACK:
+            raise silences.pop()
+        return await exchange(manager, message, expected, seconds)
+
+    manager._exchange = silent
+    return silences
 
 
 def main(what: str, *arguments: str) -> None:

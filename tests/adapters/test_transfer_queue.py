@@ -119,13 +119,15 @@ def test_a_job_that_died_finds_each_row_of_its_checkpoint_whatever_indexes_are_u
     assert resumed["left"] == 61
 
 
-@pytest.fixture
-def seen(python: str, running: LocalServer, tmp_path: Path) -> dict:
-    report = tmp_path / "report.json"
-    done = job(python, running, "values", str(report))
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(report.read_text())
-    report["left"] = running.client().server_info().tables["tq"].size
+@pytest.fixture(scope="module")
+def seen(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What a job saw of values and of a silent controller, and how many items it left."""
+    file = tmp_path_factory.mktemp("seen") / "report.json"
+    with server(tables=[{"name": "tq", "when_full": "block"}]) as running:
+        done = job(python, running, "values", str(file))
+        assert done.returncode == 0, done.stderr[-3000:]
+        report = json.loads(file.read_text())
+        report["left"] = running.client().server_info().tables["tq"].size
     return report
 
 
@@ -135,6 +137,12 @@ def test_columns_can_come_late_and_be_overwritten_and_nothing_is_left(seen: dict
     assert seen["kept"] == [2.0, 2.0, 2.0]
     assert "the field 'bad' has a value that is not stored, builtins.set {1, 2}" in seen["refused"]
     assert seen["left"] == 0
+
+
+def test_a_put_is_announced_again_and_raises_if_the_controller_stays_silent(seen: dict) -> None:
+    assert seen["silences_left"] == 0
+    assert seen["wrong_after_two_silences"] == []
+    assert "did not answer about a put of rows" in seen["silent"]
 
 
 def test_the_plugin_of_verl_imports_nothing_heavy_and_registers_with_transfer_queue(
