@@ -138,7 +138,7 @@ def test_a_column_with_another_number_of_rows_is_refused() -> None:
 
 
 def test_a_place_comes_back_from_its_bytes() -> None:
-    place = Place(key=(1 << 63) + 5, offset=7, size=(1 << 32) - 1, fields=16, older=(3, 4))
+    place = Place(key=(1 << 63) + 5, offset=7, size=(1 << 32) - 1, fields=16, others=(3, 4))
     assert Place.decode(place.encode()) == place
 
 
@@ -147,18 +147,26 @@ def test_bytes_that_are_no_place_are_refused() -> None:
         Place.decode(b"abc")
 
 
-def place(key: int, fields: int, *older: int) -> Place:
-    """The place of a value in an item with this number of fields."""
-    return Place(key=key, offset=0, size=1, fields=fields, older=older)
+def place(key: int, fields: int, *others: int) -> Place:
+    """The place of a value in an item with this number of fields, of a row with these other items."""
+    return Place(key=key, offset=0, size=1, fields=fields, others=others)
 
 
 def encoded(places: dict[str, Place]) -> dict[str, bytes]:
     return {name: place.encode() for name, place in places.items()}
 
 
-def test_new_fields_of_a_row_replace_nothing() -> None:
-    new = {"late": place(2, 1)}
-    assert replace_values(new, encoded({"early": place(1, 1)})) == (new, [])
+def test_the_first_fields_of_a_row_are_announced_alone() -> None:
+    assert replace_values({"a": place(1, 1)}, {}) == ({"a": place(1, 1)}, [])
+
+
+def test_by_the_last_fields_of_a_row_all_its_items_are_found() -> None:
+    early = {"early": place(1, 1)}
+    late, unused = replace_values({"late": place(2, 1)}, encoded(early))
+    assert unused == []
+    assert late == {"late": place(2, 1, 1)}
+    last, _ = replace_values({"last": place(3, 1)}, encoded(late))
+    assert last == {"last": place(3, 1, 1, 2)}
 
 
 def test_an_item_whose_fields_are_all_replaced_is_not_used_any_more() -> None:
@@ -167,13 +175,12 @@ def test_an_item_whose_fields_are_all_replaced_is_not_used_any_more() -> None:
 
 
 def test_an_item_of_which_one_field_is_replaced_leaves_with_the_row() -> None:
-    old = {"a": place(1, 2), "b": place(1, 2)}
-    places, unused = replace_values({"a": place(2, 1)}, encoded(old))
+    places, unused = replace_values({"a": place(2, 1)}, encoded({"a": place(1, 2), "b": place(1, 2)}))
     assert unused == []
-    assert places["a"].older == (1,)
+    assert places == {"a": place(2, 1, 1)}, "another process may have replaced b meanwhile"
 
 
 def test_an_older_item_stays_noted_when_its_field_is_replaced_again() -> None:
     places, unused = replace_values({"a": place(3, 1)}, encoded({"a": place(2, 1, 1)}))
     assert unused == [2]
-    assert places["a"].older == (1,)
+    assert places["a"].others == (1,)

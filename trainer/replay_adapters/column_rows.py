@@ -33,13 +33,13 @@ class Place(NamedTuple):
     """Bytes of the value in the payload of the item, from `offset` on."""
     fields: int
     """The number of fields in the item."""
-    older: tuple[int, ...] = ()
-    """The keys of items in which an older value of this field lies beside other fields. They leave with the row."""
+    others: tuple[int, ...] = ()
+    """The keys of the items that the row had when this value was put: of other fields, and of older values."""
 
     def encode(self) -> bytes:
         """The place as bytes, which are smaller than a tuple in the memory of the controller of TransferQueue."""
         fixed = _PLACE.pack(self.key, self.offset, self.size, self.fields)
-        return b"".join((fixed, *map(_KEY.pack, self.older)))
+        return b"".join((fixed, *map(_KEY.pack, self.others)))
 
     @classmethod
     def decode(cls, data: bytes) -> Place:
@@ -48,31 +48,33 @@ class Place(NamedTuple):
         if length < 0 or length % _KEY.size:
             raise ValueError(f"{len(data)} bytes are not the place of a value")
         key, offset, size, fields = _PLACE.unpack_from(data)
-        older = tuple(key for (key,) in _KEY.iter_unpack(data[_PLACE.size :]))
-        return cls(key, offset, size, fields, older)
+        others = tuple(other for (other,) in _KEY.iter_unpack(data[_PLACE.size :]))
+        return cls(key, offset, size, fields, others)
 
 
 def replace_values(new: Mapping[str, Place], old: Mapping[str, bytes]) -> tuple[dict[str, Place], list[int]]:
-    """The places of a row's new values, and the keys of the items that have no value in use any more.
+    """The places to announce for a row, and the keys of the items that have no value in use any more.
 
     `new`: the places of the values that were just put, by name of the field. `old`: the encoded places that the row
-    had before. An item of which only some values are replaced is noted as `older` in the places of these fields, so
-    that it leaves with the row.
+    had before. New places name the other items of the row, so that these leave with it, also an item of which only
+    some values were replaced. Old places stay as they are: another process may have replaced them meanwhile.
     """
-    previous = {name: Place.decode(old[name]) for name in new if name in old}
+    if not old:  # the most frequent case
+        return dict(new), []
+    known = {name: Place.decode(data) for name, data in old.items()}
+    items = {place.key for place in new.values()}
     replaced: dict[int, int] = {}
     fields: dict[int, int] = {}
-    for place in previous.values():
-        replaced[place.key] = replaced.get(place.key, 0) + 1
-        fields[place.key] = place.fields
+    for name, place in known.items():
+        items.update((place.key, *place.others))
+        if name in new:
+            replaced[place.key] = replaced.get(place.key, 0) + 1
+            fields[place.key] = place.fields
     unused = {key for key, count in replaced.items() if count == fields[key]}
+    items -= unused
     places = {}
     for name, place in new.items():
-        before = previous.get(name)
-        if before is not None:
-            older = {*before.older, before.key} - unused
-            place = place._replace(older=tuple(sorted(older)))
-        places[name] = place
+        places[name] = place._replace(others=tuple(sorted(items - {place.key})))
     return places, sorted(unused)
 
 

@@ -165,8 +165,8 @@ class ReplayStoreClient(StorageKVClient):  # type: ignore[misc]
         self.clear_places([Place.decode(data) for data in custom_backend_meta or () if data])
 
     def clear_places(self, places: Sequence[Place]) -> None:
-        """Clears the items at these places, and the older items that these replaced."""
-        self.rows.clear(itertools.chain.from_iterable((place.key, *place.older) for place in places))
+        """Clears the items at these places, and the other items of their rows."""
+        self.rows.clear(itertools.chain.from_iterable((place.key, *place.others) for place in places))
 
     def close(self) -> None:
         """Closes the connection."""
@@ -231,9 +231,24 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         return self._merge_tensors_to_tensordict(metadata, values)
 
     async def clear_data(self, metadata: BatchMeta) -> None:
-        """Clears the rows, with all fields that the metadata know of."""
-        places = [Place.decode(data) for meta in metadata._custom_backend_meta for data in meta.values()]
+        """Clears the rows, with all their fields."""
+        metas = metadata._custom_backend_meta
+        if not all(metas):
+            # The metadata name only the fields that all rows have. One row without data hides those of all others.
+            metas = await self._metas_of(metadata)
+        places = [Place.decode(data) for meta in metas for data in meta.values()]
         await asyncio.to_thread(self.storage_client.clear_places, places)
+
+    async def _metas_of(self, metadata: BatchMeta) -> list[dict[str, bytes]]:
+        """The places of all fields of the rows, as the controller knows them."""
+        indexes = set(metadata.global_indexes)
+        metas: list[dict[str, bytes]] = []
+        for partition in dict.fromkeys(metadata.partition_ids):
+            listed = await self._partition(partition)
+            if listed is not None:
+                rows = zip(listed.global_indexes, listed._custom_backend_meta, strict=True)
+                metas.extend(meta for index, meta in rows if index in indexes)
+        return metas
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -308,22 +323,27 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         answer = await self._ask(ZMQRequestType.GET_LIST_PARTITIONS, {}, ZMQRequestType.LIST_PARTITIONS_RESPONSE)
         listed: dict[int, bool] = {}
         for partition in answer["partition_ids"]:
-            answer = await self._ask(
-                ZMQRequestType.GET_PARTITION_META,
-                {"partition_id": partition},
-                ZMQRequestType.GET_PARTITION_META_RESPONSE,
-            )
-            metadata = answer["metadata"]
+            metadata = await self._partition(partition)
             if metadata is None:
                 continue
             for row, meta in enumerate(metadata._custom_backend_meta):
                 for data in meta.values():
                     place = Place.decode(data)
                     listed[place.key] = bool(metadata.production_status[row])
-                    listed.update(dict.fromkeys(place.older, False))
+                    for other in place.others:
+                        listed.setdefault(other, False)
         return listed
 
     # ------------------------------------------------------------------------------------------------ the controller
+
+    async def _partition(self, partition: str) -> BatchMeta | None:
+        """The metadata of all rows of a partition; None: there is no such partition."""
+        answer = await self._ask(
+            ZMQRequestType.GET_PARTITION_META,
+            {"partition_id": partition},
+            ZMQRequestType.GET_PARTITION_META_RESPONSE,
+        )
+        return answer["metadata"]
 
     async def _notify_and_wait(self, request_msg: list[Any]) -> None:
         """Tells the controller of a put, and repeats that until it answers.
