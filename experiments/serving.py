@@ -13,4 +13,4 @@ def serve(folder: Path, config: str, *arguments: str) -> Server:
     path = folder / "replay.toml"
     path.write_text(config)
     command = [sys.executable, "-m", "replay_cli", "serve", "--config", str(path), "--log-level", "error"]
-    return Server([*command, "--address", "127.0.0.1:0", *arguments])
+    return Server([*command, "--listen", "127.0.0.1:0", *arguments])

@@ -93,6 +93,17 @@ SCENARIOS = {
             options={"fsync": FSYNC},
         ),
         Scenario(
+            name="rows",
+            sentence="A server that is killed while it holds rows of TransferQueue loses none that it acknowledged.",
+            runs="a durable server; clients that put rows, read them, clear them and save checkpoints",
+            victims={"servers": 1},
+            checks="the bytes of all rows in use and of the last two checkpoints, after each kill; every third time "
+            "the last checkpoint is loaded",
+            workload="rows:ServerOfRows",
+            kills=200,
+            options={"fsync": FSYNC},
+        ),
+        Scenario(
             name="rollouts",
             sentence="Generators that are killed in the middle of rollouts leave whole groups, and hold up nobody.",
             runs="a server under admission; `replay generate --rollout` with several turns; a trainer's client",

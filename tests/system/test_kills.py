@@ -71,11 +71,18 @@ def columns_case(sentence: str, count: int, *marks: pytest.MarkDecorator) -> Any
     return case(sentence, "columns", count, *marks, seed=7, exactly=exactly, at_least=at_least)
 
 
+def rows_case(sentence: str, count: int, *marks: pytest.MarkDecorator) -> Any:
+    at_least = {"rows put": 10 * count, "checkpoints": 1, "values seen": 1}
+    return case(sentence, "rows", count, *marks, seed=7, exactly={"kills": count}, at_least=at_least)
+
+
 CASES_OF_BOTH_TRANSPORTS = [
     server_case("a killed server keeps its promises", 1, seed=7),
     server_case("five kills of a server break no promise", 5, LONG, seed=7),
     columns_case("a kill costs no column and puts none on another item", 1),
     columns_case("ten kills cost no column and put none on another item", 10, LONG),
+    rows_case("a kill costs no row of TransferQueue", 1),
+    rows_case("ten kills cost no row of TransferQueue", 10, LONG),
 ]
 
 

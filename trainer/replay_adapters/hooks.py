@@ -16,6 +16,7 @@ RUN_WITH = {
     "TRL": "trl 1.16.0",
     "AsyncGRPO": "trl 1.16.0",
     "verl": "verl 0.9.1, TransferQueue 0.1.11",
+    "TransferQueue": "TransferQueue 0.1.11",
     "slime": "THUDM/slime at 624b824a89",
     "Miles": "radixark/miles at 31f1ca961a",
     "SkyRL": "NovaSky-AI/SkyRL at a9564572eb",
@@ -47,6 +48,20 @@ HOOKS: dict[str, str] = {
         verl.trainer.ppo.v1.agent_loop_tq:tq.async_kv_batch_put(keys, partition_id, fields, tags, ...)
         verl.trainer.ppo.v1.agent_loop_tq:tq.async_kv_put(key, partition_id, fields, tag, ...)
         transfer_queue:kv_list(partition_id)
+        """,
+    "TransferQueue": """
+        transfer_queue.storage.managers.base:KVStorageManager(controller_info, config, zmq_context)
+        transfer_queue.storage.managers.base:KVStorageManager.put_data(data, metadata, data_parser)
+        transfer_queue.storage.managers.base:KVStorageManager.get_data(metadata)
+        transfer_queue.storage.managers.base:KVStorageManager.clear_data(metadata)
+        transfer_queue.storage.managers.base:KVStorageManager.save_checkpoint(checkpoint_dir)
+        transfer_queue.storage.managers.base:KVStorageManager.load_checkpoint(checkpoint_dir)
+        transfer_queue.storage.managers.base:KVStorageManager.notify_data_update(partition_id, global_indexes, ...)
+        transfer_queue.storage.managers.base:KVStorageManager._notify_and_wait(request_msg)
+        transfer_queue.storage.managers.base:KVStorageManager._merge_tensors_to_tensordict(metadata, values)
+        transfer_queue.utils.zmq_utils:ZMQRequestType.SAVE_CONTROLLER_CHECKPOINT
+        transfer_queue.utils.zmq_utils:ZMQRequestType.LOAD_CONTROLLER_CHECKPOINT
+        transfer_queue.utils.zmq_utils:ZMQRequestType.GET_PARTITION_META
         """,
     "slime": f"""
         slime.rollout.base_types:RolloutFnTrainOutput(samples, metrics, ...)
