@@ -92,7 +92,7 @@ class GeneratorConfig:
     permit until it is in `tables`, so the server's [admission] must name this table in `permit_tables`. With such a
     table, the generator accepts no reward function and no `group_filter`."""
     prompts_table: str | None = None
-    """Table of prompts that all generators share, so that each prompt is done once.
+    """Table of prompts for all generators, so that each prompt is done once.
 
     Without such a table, each generator goes through the prompts in an order of its own. With such a table, give each
     generator the same prompts: all rows, in the order of their file. docs/how-to/prompts.md has an example."""

@@ -82,7 +82,7 @@ def test_the_next_step_runs_while_a_version_is_written_and_does_not_change_it(tm
 def test_a_version_waits_until_the_one_before_is_written(tmp_path, monkeypatch):
     begun, release, writing = held(monkeypatch, version=1)
     waits, begun_3, wait = threading.Event(), threading.Event(), BackgroundTask.wait
-    monkeypatch.setattr(BackgroundTask, "wait", lambda *given: waits.set() or wait(*given))
+    monkeypatch.setattr(BackgroundTask, "wait", lambda *given, **named: waits.set() or wait(*given, **named))
     client = FakeClient(make_batches(4))
     seen = []
 

@@ -44,7 +44,7 @@ class SamplingConfig:
 
     It cannot be 0, because the log-probability of a greedy choice says nothing."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keeps the fewest of the most likely tokens whose probabilities reach this sum; 1: all."""
+    """Keeps the most likely tokens, up to this total probability; 1: all."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Keeps this many of the most likely tokens; 0: all."""
     min_p: Share = 0.0

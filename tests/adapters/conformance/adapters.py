@@ -110,7 +110,8 @@ TABLE: Mapping[str, Row] = {
         ),
         "staleness": Shown("test_conformance::test_a_pool_gives_no_group_beyond_the_bound", "tested on the pool alone"),
         "trainer killed": Shown(
-            "test_verl_killed::test_no_finished_group_is_generated_again", "with `RecoveringAgentLoop`, seen in 7 kills: below"
+            "test_verl_killed::test_no_finished_group_is_generated_again",
+            "with `RecoveringAgentLoop`, seen in 7 kills: below",
         ),
         "server killed": NotShown("The adapters of TRL and slime, which are tested, use the same pool"),
         "server hangs": _POOL_HANGS,
