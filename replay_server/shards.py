@@ -333,7 +333,7 @@ def up(
     service = Shards(name, namespace, ray_address)
     beyond = service.beyond(shards)
     if beyond:  # `start` would leave these shards running
-        raise ShardError(f"{', '.join(beyond)} run already: to have {shards} shards, use resize")
+        raise ShardError(f"running already: {', '.join(beyond)}; to have {shards}, use resize")
     return service.start(configs, _options(config, memory), pin, timeout)
 
 

@@ -45,7 +45,7 @@ def test_a_resize_fills_a_gap_and_stops_the_shard_beyond(numbers):
 
 
 def test_up_refuses_while_a_shard_beyond_runs(numbers):
-    with pytest.raises(ShardError, match="replay-2 run already: to have 2 shards, use resize"):
+    with pytest.raises(ShardError, match="running already: replay-2; to have 2, use resize"):
         shards.up(2, CONFIG)
     assert numbers == [0, 2]
 

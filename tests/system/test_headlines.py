@@ -111,11 +111,14 @@ class Run:
         assert is_right(seen), f"the doctor: {seen}"
 
     def knows(self, name: str) -> None:
-        """Waits until a client has connected to the server that runs now, and has said which part of the run it is."""
+        """Waits until the server that runs now knows a client by its name and by its part of the run.
+
+        A client tells its name and its settings first. Its calls tell its part.
+        """
 
         def has_described_itself() -> bool:
             clients = client.server_info().clients
-            return any(known.name == name and known.settings for known in clients)
+            return any(known.name == name and known.settings and known.role for known in clients)
 
         with ReplayClient(self.address) as client:
             until(has_described_itself, timeout=PATIENCE)
