@@ -110,7 +110,7 @@ class Run:
             until(lambda: is_right(self._doctor()), timeout=PATIENCE)
         assert is_right(seen), f"the doctor: {seen}"
 
-    def knows(self, name: str) -> None:
+    def knows(self, name: str, role: str) -> None:
         """Waits until the server that runs now knows a client by its name and by its part of the run.
 
         A client tells its name and its settings first. Its calls tell its part.
@@ -118,7 +118,7 @@ class Run:
 
         def has_described_itself() -> bool:
             clients = client.server_info().clients
-            return any(known.name == name and known.settings and known.role for known in clients)
+            return any(known.name == name and known.settings and role in known.role.split(", ") for known in clients)
 
         with ReplayClient(self.address) as client:
             until(has_described_itself, timeout=PATIENCE)
@@ -183,7 +183,7 @@ def test_page_and_doctor_say_at_once_what_a_run_of_real_programs_lacks(run):
     run.says("The server does not answer", level=("failure",))
     run.serve()
     run.says(*WORKS, level=FINE)
-    run.knows("scorer-a")
+    run.knows("scorer-a", role="scorer")
 
     scorer.kill()
     run.says("The scorer is not connected", level=("blocked",), detail="scorer scorer-a is not connected, last seen")
