@@ -19,7 +19,7 @@ from tests.kit.processes import server_process
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 STEPS, KILLS = 40, 10
 TABLE = """
-server.data_dir = "data"
+server.data_dir = "{folder}/data"
 tables = [{ name = "finished", max_size = 8192 }]
 """
 
@@ -58,9 +58,10 @@ def test_no_row_without_a_prompt_stays_in_transfer_queue(ledger):
 
 
 def test_training_goes_on_while_the_server_is_away(tmp_path):
+    python = python_with_verl()
     prepare(tmp_path)
     with server_process(tmp_path, TABLE) as server:
-        start = begin(python_with_verl(), tmp_path, server.address, "sync", steps=8, REPLAY_TEST_TIMEOUT="1")
+        start = begin(python, tmp_path, server.address, "sync", steps=8, REPLAY_TEST_TIMEOUT="1")
         try:
             until(lambda: start.reached(2), timeout=LONGEST)
             server.kill()

@@ -323,10 +323,11 @@ def server_process(
 ) -> Iterator[ServerProcess]:
     """Runs `replay serve` with a TOML configuration ("": the default tables) until the end of the block.
 
-    `more` goes to `start_server`.
+    In `config`, {folder} stands for `tmp_path`: a server takes a relative path from the folder in which it is started,
+    and that is the repository. `more` goes to `start_server`.
     """
     path = tmp_path / "replay.toml"
-    path.write_text(config)
+    path.write_text(config.replace("{folder}", str(tmp_path)))
     server = start_server(path if config else None, *options, address=address, **more)
     try:
         yield server

@@ -39,7 +39,7 @@ from tests.kit.processes import server_process, start
 TESTS = ROOT / "tests"
 QUEUE = {"type": "queue", "max_size": 8}
 TABLES = """
-server.data_dir = "data"
+server.data_dir = "{folder}/data"
 tables = [
     { name = "rollouts", rate_limiter = { type = "queue", max_size = 8 } },
     { name = "replay", sampler = "prioritized" },
