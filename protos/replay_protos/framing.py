@@ -101,7 +101,9 @@ def frame_reader(kind: type[M]) -> Callable[[bytes], Frame[M]]:
         this kind."""
         # `field` is the offset of the field `payloads` in `data`. `start` and `end` are the offsets of its value.
         if len(data) < _SMALL:
-            field, start, end = 0, 0, 0
+            field = 0
+            start = 0
+            end = 0
         else:
             field, start, end = _find_payloads(data)
         payload_is_last = start > 0 and end == len(data)

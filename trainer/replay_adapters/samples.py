@@ -123,7 +123,7 @@ class SampleStore:
         packed = {
             "samples": packed_samples,
             "lists": [isinstance(rollout, list) for rollout in rollouts],
-            "more": self._pack("groups", "prompt group", dict(more or {})),
+            "more": self.pack("groups", "prompt group", dict(more or {})),
         }
         return group_from_rows(
             prompts=[row.prompt for row in rows],
@@ -195,7 +195,7 @@ class SampleStore:
             is_default = name in self._defaults and value is self._defaults[name]
             # Without a packed value, `_sample` would set a field of _IN_ARRAYS from the arrays and not to its default.
             if name in _IN_ARRAYS or not is_default:
-                packed[name] = self._pack("samples", name, value)
+                packed[name] = self.pack("samples", name, value)
         return packed
 
     def _sample(self, group: RolloutGroup, k: int, fields: Mapping[str, Any], prompt: Array, span: slice) -> Any:
@@ -229,7 +229,7 @@ class SampleStore:
                 values[name] = value
         return _make(self._class, values)
 
-    def _pack(self, whose: str, name: str, value: Any) -> bytes:
+    def pack(self, whose: str, name: str, value: Any) -> bytes:
         """The packed value of a field. Raises ValueError if the value cannot be packed.
 
         `whose` ("samples" or "groups") and `name` tell the user in the error which value it is.

@@ -79,7 +79,7 @@ _STORE = SampleStore(VerlRow, framework="verl")
 
 def digest(prompt: Any) -> str:
     """A text that differs for different prompts. Raises ValueError for a prompt that cannot be stored."""
-    return hashlib.sha256(_STORE._pack("prompts", "raw_prompt", prompt)).hexdigest()[:32]
+    return hashlib.sha256(_STORE.pack("prompts", "raw_prompt", prompt)).hexdigest()[:32]
 
 
 def group_of(stored: StoredRows, version: int) -> RolloutGroup:
