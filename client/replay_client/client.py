@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
+from weakref import WeakSet
 
 from replay_client.aio import AsyncReplayClient
 from replay_client.columns import Buffer
@@ -446,6 +448,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name="replay-client", daemon=True)
         self._thread.start()
         self._closed = False
+        _open_threads.add(self)
 
     def check(self) -> None:
         """Raises RuntimeError after a fork, and ServerClosedError after `close`."""
@@ -484,6 +487,7 @@ class LoopThread:
             last.close()  # else Python warns that the coroutine was never awaited
             return
         self._closed = True
+        _open_threads.discard(self)
 
         async def finish() -> None:
             """Runs `last`, and then cancels all other tasks of the loop."""
@@ -498,3 +502,22 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         _idle_loops.append((self._forks_before, self.loop))  # a later client may use the loop
+
+
+_open_threads: WeakSet[LoopThread] = WeakSet()
+"""The open loop threads of this process, and those from before a fork."""
+
+
+@atexit.register
+def _close_open_threads() -> None:
+    """Closes the clients that the program has left open, when the program ends.
+
+    Python ends daemon threads in the middle of what they do. A loop thread that is inside gRPC at this moment can end
+    the process with SIGSEGV, whatever the program has done before.
+    """
+
+    async def nothing() -> None:
+        """There is nothing to do before the calls of other threads are cancelled."""
+
+    for thread in list(_open_threads):
+        thread.close(nothing())

@@ -257,6 +257,26 @@ def test_event_loops_that_follow_each_other_end_without_a_word(server):
     assert done.stderr == ""
 
 
+LEFT_OPEN = """
+import atexit, sys, threading
+atexit.register(lambda: print([each.name for each in threading.enumerate()]))  # the last handler
+from replay_client import ReplayClient
+client = ReplayClient(sys.argv[1])
+threading.Thread(target=client.sample, args=("rollouts", 1), daemon=True).start()
+client.server_info()
+print([each.name for each in threading.enumerate()])
+"""
+
+
+def test_a_client_that_a_program_leaves_open_has_no_thread_when_python_ends(server):
+    """A thread inside gRPC ended such programs with SIGSEGV now and then."""
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN, server.address], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    before, at_the_end = done.stdout.splitlines()
+    assert "replay-client" in before
+    assert "replay-client" not in at_the_end
+
+
 async def test_a_stream_that_breaks_while_it_is_ended_raises_nothing():
     class Broken:
         """What gRPC does when the connection breaks between two of its own steps."""

@@ -33,7 +33,6 @@ class ServerWatch:
         self.failure = ""
         """The doctor's first failure, with its remedy; empty: the doctor found no failure."""
         self._plan = plan
-        self._address = ""
         self._why_deserted = ""
         """The reason why no more groups come; empty: groups may still come."""
         self._waited = 0.0
@@ -43,15 +42,21 @@ class ServerWatch:
         self._stepped_at = time.monotonic()
         """The time at which the trainer's last step was first seen, by the monotonic clock."""
         self._ended = threading.Event()
+        self._client: ReplayClient | None = None
+        """None: not started."""
+        self._thread = threading.Thread(target=self._run, name="server-watch", daemon=True)
 
     def start(self, address: str) -> None:
         """Watch the server at this address, until `close`."""
-        self._address = address
-        threading.Thread(target=self._run, name="server-watch", daemon=True).start()
+        self._client = self._connect(address)
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread soon."""
+        """Stop the thread, also in the middle of a request. Does nothing before `start`."""
         self._ended.set()
+        if self._client is not None:
+            self._client.close()
+            self._thread.join()
 
     def why_nothing_comes(self, step: int, step_seconds: float) -> str:
         """The reason why no more groups come, once all generators have ended; empty: groups may still come.
@@ -70,20 +75,20 @@ class ServerWatch:
 
     def _run(self) -> None:
         """The work of the thread: asks the server every WATCH_SECONDS, and the doctor every EXAMINE_SECONDS."""
+        assert self._client is not None, "`start` makes the client"
         examine_at = time.monotonic() + EXAMINE_SECONDS
-        with self._connect() as client:
-            while not self._ended.wait(WATCH_SECONDS):
-                self._look(client)
-                if time.monotonic() >= examine_at:
-                    self._examine(client)
-                    examine_at = time.monotonic() + EXAMINE_SECONDS
+        while not self._ended.wait(WATCH_SECONDS):
+            self._look(self._client)
+            if time.monotonic() >= examine_at:
+                self._examine(self._client)
+                examine_at = time.monotonic() + EXAMINE_SECONDS
 
-    def _connect(self) -> ReplayClient:
+    def _connect(self, address: str) -> ReplayClient:
         """A client that uses only the settings of the run: variables of the shell are for other servers."""
         config = self._plan.client_config
         access = Access.find(
             environment={},
-            address=self._address,
+            address=address,
             client_config=None if config is None else str(config),
             name="",  # without a name, so that the server does not count this client among those that work for the run
         )
