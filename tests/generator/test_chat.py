@@ -274,6 +274,15 @@ def test_a_text_that_a_template_has_rendered_has_one_bos_at_most(template, text,
     assert text_ids(tokenizer, text) == expected
 
 
+def test_an_empty_text_is_bos_alone():
+    assert text_ids(make_chat_tokenizer(CHATML, bos=True), "") == [0]
+
+
+def test_an_empty_text_without_bos_is_refused_because_nothing_can_go_on():
+    with pytest.raises(ChatError, match="the text '' has no tokens, and the tokenizer begins with none"):
+        text_ids(make_chat_tokenizer(CHATML), "")
+
+
 def test_a_tokenizer_without_bos_gets_none():
     tokenizer = make_chat_tokenizer(CHATML)
     assert Prompt.of("hi").tokenize(tokenizer) == tokenizer.encode("hi", add_special_tokens=False)
