@@ -334,6 +334,15 @@ def test_the_day_on_which_a_rollout_began_stays():
     assert gone_on.rendered.startswith("01 Mar 2025: ")
 
 
+def test_a_conversation_may_end_with_two_messages_of_the_assistant_and_goes_on_with_the_last():
+    tokenizer = make_chat_tokenizer(CHATML)
+    task = Task("p", [], {}, None, 0, SamplingConfig(), tokenizer, 1000)
+    messages = [{"role": "assistant", "content": "Hello."}, {"role": "assistant", "content": "It is"}]
+    begun, ids = Conversation.begin(task, messages)
+    assert begun.words == "It is"
+    assert tokenizer.decode(ids) == "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>assistant\nIt is"
+
+
 def test_a_prompt_has_the_day_on_which_its_group_began():
     tokenizer = make_chat_tokenizer(shipped_template("llama3_2"))
     ids = Prompt.of([ASKED]).tokenize(tokenizer, began=EVENING)
