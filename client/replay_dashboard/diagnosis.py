@@ -852,9 +852,10 @@ def _staleness(table: _Table, info: ServerInfo) -> Iterator[Finding]:
     each forwarded group was used in the table that it came from.
     """
     counts = table.info
-    used = 0  # a draw removes a group from a queue, so nobody has drawn the stale groups of a queue
+    used = table.forwarded_in
+    # A draw removes a group from a queue, so nobody has drawn the stale groups of a queue.
     if table.config["max_times_sampled"] != 1:
-        used = counts.samples + table.forwarded_in
+        used += counts.samples
     # If this table refused a forwarded item as stale, that is no loss, because the item was used before.
     refused = max(0, counts.stale_refused - sum(feeder.forward_refused for feeder in table.feeders))
     lost = max(0, counts.stale - used) + refused

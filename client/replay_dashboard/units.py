@@ -15,11 +15,13 @@ UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 def duration(seconds: float) -> str:
     """A duration in at most two units: `0.4 s`, `12 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < MINUTE:
-        return f"{seconds:.0f} s"
+    # Rounded before each comparison, because 9.96 s are 10 s, and 59.7 s are a minute.
+    tenths = round(seconds, 1)
+    if tenths < 10:
+        return f"{tenths:.1f} s"
     whole = round(seconds)
+    if whole < MINUTE:
+        return f"{whole} s"
     if whole < HOUR:
         return _two_units(whole, MINUTE, "min", 1, "s")
     if whole < DAY:
@@ -58,6 +60,8 @@ def byte_size(count: int) -> str:
     if count < 1000:
         return "1 byte" if count == 1 else f"{count} bytes"
     power = min(len(UNITS), (len(str(count)) - 1) // 3)  # the largest power of 1000 that is not above `count`
+    if power < len(UNITS) and round(count / 1000**power, 1) >= 1000:  # 999,960 bytes are 1.0 MB, not 1,000.0 kB
+        power += 1
     return f"{count / 1000**power:,.1f} {UNITS[power - 1]}"
 
 

@@ -382,9 +382,9 @@ class RolloutGenerator:
             self._skip(error)
             return None
         if drawn is None:
-            # No prompt has fitted so far, and the table returns no further prompt now. If this queue has just loaded
-            # further prompts, the table returns them later.
-            if self._unfit and not self._prompts.has_loaded:
+            # No prompt has fitted so far, and the table returns no further prompt now. If further prompts are being
+            # loaded, the table returns them later.
+            if self._unfit and not self._prompts.is_loading:
                 _, reason = self._unfit[0]
                 raise reason
             return None

@@ -287,7 +287,10 @@ class GeneratorMetrics:
             return
         mean_tokens = sum(tokens for tokens, _, _ in self._recent) / len(self._recent)
         mean_seconds = sum(seconds for _, _, seconds in self._recent) / len(self._recent)
-        drawn = mean_tokens * min(1.0, times.generate / mean_seconds)  # assumes that tokens come at a steady rate
+        share = 1.0  # the share of the tokens that was drawn, if they come at a steady rate
+        if times.generate < mean_seconds:
+            share = times.generate / mean_seconds
+        drawn = mean_tokens * share
         self.stats["tokens_wasted"] += round(drawn)
         self.stats["tokens_saved"] += round(mean_tokens - drawn)
 

@@ -6,7 +6,7 @@ of this module, the other modules of the server need not know whether a payload 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from replay_protos.framing import Frame, SharedFrame
 from replay_protos.shared_memory import FrameWriter, RingReader, Segment, take_frame
@@ -14,6 +14,7 @@ from replay_server.errors import invalid, try_again
 
 Ring = Segment | FrameWriter | RingReader
 """A ring. It is a Segment until its first use, which makes it a writer or a reader for all later uses."""
+R = TypeVar("R", FrameWriter, RingReader)
 
 
 class Rings:
@@ -37,9 +38,18 @@ class Rings:
         self._open.discard((client, ring_id))
         self._idle.pop((client, ring_id), None)
 
-    def lend(self, client: str, ring_id: int) -> Ring | None:
-        """Gives a ring to one call; returns None if the ring has ended, or if another call uses it."""
-        return self._idle.pop((client, ring_id), None)
+    def lend(self, client: str, ring_id: int, kind: type[R]) -> R | None:
+        """Gives a ring to one call, which writes to it or reads from it.
+
+        Returns None if the ring has ended, if another call uses it, or if it was used in the other direction before.
+        """
+        ring = self._idle.get((client, ring_id))
+        if isinstance(ring, Segment):  # the first use of the ring
+            ring = kind(ring)
+        if not isinstance(ring, kind):
+            return None
+        del self._idle[client, ring_id]
+        return ring
 
     def put_down(self, client: str, ring_id: int, ring: Ring) -> None:
         """Takes a ring back from a call, so that the client's next call may use the ring as it is."""
@@ -75,11 +85,8 @@ class Carrier:
             except ValueError as error:  # the client has named an impossible place
                 raise invalid(str(error)) from None
         if request.ring:
-            ring = self._rings.lend(self._client, request.ring)
-            if isinstance(ring, Segment):  # the first use of the ring
-                ring = FrameWriter(ring)
             # If the ring has ended already, or is one for reading, the payloads travel in the messages.
-            self._writer = ring if isinstance(ring, FrameWriter) else None
+            self._writer = self._rings.lend(self._client, request.ring, FrameWriter)
         return request
 
     async def place(self, response: Frame[Any]) -> Frame[Any] | SharedFrame[Any] | None:
@@ -114,11 +121,8 @@ class Carrier:
         """Returns the reader of a ring; None if the ring has ended, is used by another call, or is for writing."""
         if self._reader is not None and self._reader.ring_id == ring_id:
             return self._reader
-        ring = self._rings.lend(self._client, ring_id)
-        if ring is None:
-            return None
-        if isinstance(ring, Segment):  # the first use of the ring
-            ring = RingReader(ring)
-        # A stream reads one ring at a time. So this ring replaces the one before, which no later call can use.
-        self._reader = ring if isinstance(ring, RingReader) else None
-        return self._reader
+        reader = self._rings.lend(self._client, ring_id, RingReader)
+        if reader is not None:
+            # A stream reads one ring at a time. So this ring replaces the one before, which no later call can use.
+            self._reader = reader
+        return reader

@@ -126,6 +126,10 @@ HEALTHY = {
     "a tag with too many values to count them": pool(
         {"max_staleness": 1}, samples=90, tags=[environments(too_many=True)]
     ),
+    "a queue whose groups went stale after they were drawn from the queue before it": server(
+        table("first", QUEUE | {"forward_to": "second"}, inserts=100, samples=100, consumed=100, forwarded=90),
+        table("second", QUEUE | {"max_staleness": 1, "forward_to": None}, inserts=100, samples=60, stale=40),
+    ),
     "a pool whose environments went stale after they were trained on": tutorial(
         pool={"tags": [environments(math=(250, 10, 240), code=(250, 200, 50))]}
     ),

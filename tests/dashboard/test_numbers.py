@@ -106,6 +106,14 @@ def test_a_text_that_a_spreadsheet_would_run_is_a_text(opened, page_of_runs):
     assert found == '\'=1+1,"a,b","say ""x""",-1,\n'
 
 
+def test_a_number_that_rounds_up_to_the_next_unit_is_written_in_it(opened, page_of_runs):
+    tab = opened(page_of_runs).go("training")
+    sizes = tab.evaluate("async (given) => given.map((await import('/dom.js')).bytes)", [999, 99_960, 999_960, 10**9])
+    assert sizes == ["999 B", "100 kB", "1.0 MB", "1.0 GB"]
+    durations = tab.evaluate("async (given) => given.map((await import('/dom.js')).duration)", [9.9, 9.96, 59.7, 200])
+    assert durations == ["9.9 s", "10 s", "1 min 0 s", "3 min 20 s"]
+
+
 # ------------------------------------------------------------------------------------------------ configuration
 
 

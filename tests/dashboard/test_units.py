@@ -16,7 +16,9 @@ from replay_dashboard.units import byte_size, duration, listed
     [
         (0.04, "0.0 s"),
         (9.9, "9.9 s"),
+        (9.96, "10 s"),
         (59.4, "59 s"),
+        (59.7, "1 min"),
         (60, "1 min"),
         (200, "3 min 20 s"),
         (3599.6, "1 h"),
@@ -31,8 +33,8 @@ def test_durations_have_at_most_two_units(seconds, text):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (1000, "1.0 kB"), (4_249, "4.2 kB"), (10**9, "1.0 GB"),
-     (10**19, "10,000.0 PB")],
+    [(0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (1000, "1.0 kB"), (4_249, "4.2 kB"), (999_949, "999.9 kB"),
+     (999_960, "1.0 MB"), (10**9, "1.0 GB"), (10**18 - 1, "1,000.0 PB"), (10**19, "10,000.0 PB")],
 )  # fmt: skip
 def test_sizes_are_powers_of_a_thousand(count, text):
     assert byte_size(count) == text

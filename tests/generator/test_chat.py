@@ -274,6 +274,15 @@ def test_a_text_that_a_template_has_rendered_has_one_bos_at_most(template, text,
     assert text_ids(tokenizer, text) == expected
 
 
+def test_an_empty_text_is_bos_alone():
+    assert text_ids(make_chat_tokenizer(CHATML, bos=True), "") == [0]
+
+
+def test_an_empty_text_without_bos_is_refused_because_nothing_can_go_on():
+    with pytest.raises(ChatError, match="the text '' has no tokens, and the tokenizer begins with none"):
+        text_ids(make_chat_tokenizer(CHATML), "")
+
+
 def test_a_tokenizer_without_bos_gets_none():
     tokenizer = make_chat_tokenizer(CHATML)
     assert Prompt.of("hi").tokenize(tokenizer) == tokenizer.encode("hi", add_special_tokens=False)
@@ -323,6 +332,15 @@ def test_the_day_on_which_a_rollout_began_stays():
     gone_on, _ = begun.go_on("Rain.", tokenizer.encode("<|im_end|>")[0], [ASKED])
     assert begun.rendered.startswith("01 Mar 2025: ")
     assert gone_on.rendered.startswith("01 Mar 2025: ")
+
+
+def test_a_conversation_may_end_with_two_messages_of_the_assistant_and_goes_on_with_the_last():
+    tokenizer = make_chat_tokenizer(CHATML)
+    task = Task("p", [], {}, None, 0, SamplingConfig(), tokenizer, 1000)
+    messages = [{"role": "assistant", "content": "Hello."}, {"role": "assistant", "content": "It is"}]
+    begun, ids = Conversation.begin(task, messages)
+    assert begun.words == "It is"
+    assert tokenizer.decode(ids) == "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>assistant\nIt is"
 
 
 def test_a_prompt_has_the_day_on_which_its_group_began():

@@ -42,6 +42,19 @@ async def test_an_engine_is_closed_when_a_check_fails():
     assert engine.closed == 1
 
 
+async def test_an_engine_is_closed_when_it_lacks_a_member():
+    engine = ScriptedEngine(max_length=0)
+    with pytest.raises(AssertionError, match="its max_length is 0"):
+        await exercise_engine(lambda: engine)
+    assert engine.closed == 1
+
+
+async def test_an_engine_that_has_no_room_for_a_completion_and_a_token_more_is_refused():
+    engine = ScriptedEngine(max_length=7)
+    with pytest.raises(AssertionError, match=r"max_length is 7, and the longest prompt .* 6 tokens: make it with 8"):
+        await exercise_engine(lambda: engine)
+
+
 async def test_one_folder_of_weights_is_refused():
     with pytest.raises(ValueError, match="weights has 1 folder: give two, or none"):
         await exercise_engine(MarkovEngine, weights=["step-1"])

@@ -195,7 +195,11 @@ async def test_a_slow_group_holds_up_no_other():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("x" * 64, "has 64 tokens; the engine takes 1 to 63"), ("", "has 0 tokens")]
+    ("text", "says"),
+    [
+        ("x" * 64, "has 64 tokens; the engine takes 1 to 63"),
+        ("", "cannot be tokenized: the text '' has no tokens"),
+    ],
 )
 async def test_a_prompt_that_does_not_fit_stops_the_run_by_name(text, says):
     prompts = make_prompts(1)

@@ -1,7 +1,10 @@
 """The built-in reward for answers of math problems."""
 
+from collections import deque
+
 import pytest
 
+from replay_generator.rewards import math_answers
 from replay_generator.rewards.functions import RewardError, Scorer, load_reward, math_answer
 
 pytest.importorskip("math_verify", reason="the extra math")
@@ -67,6 +70,32 @@ async def test_what_takes_for_ever_to_compute_is_wrong_and_the_next_is_scored():
     scorer = Scorer(load_reward("math_answer"))
     rewards, _ = await scorer.score({"answer": SOLUTION}, ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{144/2}"])
     assert rewards.tolist() == [0.0, 1.0]
+
+
+OUT_OF_MEMORY = """
+ExprExtractionConfig = LatexExtractionConfig = dict
+
+def parse(text, kinds, parsing_timeout, raise_on_error):
+    return [text]
+
+def verify(gold, target, timeout_seconds, raise_on_error=False):
+    try:
+        raise MemoryError
+    except Exception:
+        if raise_on_error:
+            raise
+        return False
+"""
+"""A module in the place of math-verify, whose comparisons need too much memory. The real one handles errors so too."""
+
+
+def test_what_takes_too_much_memory_to_compare_is_wrong_and_is_logged(tmp_path, monkeypatch, caplog):
+    (tmp_path / "math_verify.py").write_text(OUT_OF_MEMORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(math_answers, "_idle", deque())
+    assert math_answer({"answer": SOLUTION}, "\\boxed{144/2}") == 0.0
+    assert "an answer took too long or too much memory to compare, and counts as wrong" in caplog.text
+    assert not math_answers._idle
 
 
 async def test_a_built_in_reward_reads_a_field_by_its_path():

@@ -177,7 +177,7 @@ def read_run_file(path: Path, sets: Sequence[str] = (), recipe: str | None = Non
         trainer = train.check_options(train_settings, train_options).config
     generate_section = settings["generate"] | _weights_settings(trainer, output_dir, settings["generate"])
     generate_section["model"] = model
-    if "tables" not in settings["serve"]:
+    if not settings["serve"].get("tables"):
         # The server gets the usual tables, whose queue is the rollouts_table of the trainer.
         generate_section.setdefault("tables", [trainer.rollouts_table])
     _store_partial_groups(generate_section, settings["serve"])  # changes `generate_section`

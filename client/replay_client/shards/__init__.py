@@ -28,7 +28,8 @@ is the name.
   request waits on all shards, and the first that can grants them. Each shard has its share of `fresh_groups_per_step`.
   release_permits: sent to the shard that granted the permits.
 * server_info, list_items, list_checkpoints [fleet, merging]: merged from all shards that answer. ShardedInfo also has
-  each shard. Checkpoints are named SHARD/NAME.
+  each shard. Checkpoints are named SHARD/NAME. If a shard goes away between two pages of list_items, the other shards
+  are listed to their end, and then the error names the shard.
 * reset, update_table, create_checkpoint [fleet]: done by all shards. If shards are away, the error names them: half of
   such a change would be wrong, and hard to notice. The shards write their parts of a checkpoint at different moments.
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from replay_client.errors import InvalidRequestError
+from replay_client.errors import InvalidRequestError, ServerUnavailableError
 from replay_client.records import CheckpointInfo, ItemPage, OverdueClient, Policy, ServerInfo, ShardedInfo
 from replay_protos import replay_pb2 as pb
 from replay_protos.state import declared
@@ -251,7 +251,7 @@ def merge_pages(
     All pages are in the same order. A page has up to `limit` items, or fewer if the server allows no more. `starts` has
     the start of each page as `read_page` returns it. The merged page may leave out the last items of a shard's page.
     The next page then starts with these. A shard that has a start and no page is away. It keeps its start, because it
-    may be back for the next page.
+    may be back for the next page. Raises ServerUnavailableError if such shards alone may have further items.
     """
     if order_by == "size":
         order_by = "nbytes"  # the field of ItemInfo has another name
@@ -264,8 +264,14 @@ def merge_pages(
     rows = list(in_order)[:limit]
     used = Counter(name for name, _ in rows)  # name of a shard -> the number of its items in the merged page
     is_last = all(used[name] == len(page) and not page.next_page for name, page in pages.items())
+    away = [name for name in starts if name not in pages]
+    if away and is_last and not rows:
+        raise ServerUnavailableError(
+            f"{', '.join(away)} went away while the items were listed, and those of all other shards are listed: list "
+            "them again when it answers"
+        )
     next_page = ""
-    if not is_last:
+    if away or not is_last:
         next_starts = {name: int(starts.get(name) or 0) + used[name] for name in [*starts, *pages]}
         next_page = json.dumps(next_starts)
     matching = sum(page.matching for page in pages.values())

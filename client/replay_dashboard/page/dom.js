@@ -56,15 +56,21 @@ export const rate = (x) => (x === null || x === undefined ? "–" : x >= 100 ? x
 export const percent = (x) => (x === null || x === undefined ? "–" : `${(100 * x).toFixed(0)} %`);
 export const bytes = (n) => {
   for (const unit of ["B", "kB", "MB", "GB"]) {
-    if (n < 1000) return `${unit === "B" || n >= 100 ? Math.round(n) : n.toFixed(1)} ${unit}`;
+    // Rounded before the comparison: 999,960 bytes are 1.0 MB, not 1000 kB.
+    const shown = unit === "B" || n >= 99.95 ? Math.round(n).toFixed(0) : n.toFixed(1);
+    if (Number(shown) < 1000) return `${shown} ${unit}`;
     n /= 1000;
   }
   return `${n.toFixed(1)} TB`;
 };
-export const duration = (t) =>
-  t < 10 ? `${t.toFixed(1)} s` : t < 60 ? `${t.toFixed(0)} s` : t < 3600 ? `${Math.floor(t / 60)} min ${Math.floor(t % 60)} s`
+export const duration = (seconds) => {
+  // Rounded before each comparison, because 9.96 s are 10 s, and 59.7 s are a minute.
+  if (Number(seconds.toFixed(1)) < 10) return `${seconds.toFixed(1)} s`;
+  const t = Math.round(seconds);
+  return t < 60 ? `${t} s` : t < 3600 ? `${Math.floor(t / 60)} min ${t % 60} s`
     : t < 86400 ? `${Math.floor(t / 3600)} h ${Math.floor((t % 3600) / 60)} min`
       : `${Math.floor(t / 86400)} d ${Math.floor((t % 86400) / 3600)} h`;
+};
 export const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 export const shortKey = (key) => (key.length > 8 ? `…${key.slice(-6)}` : key);
 

@@ -9,10 +9,10 @@ import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import aiohttp
 
@@ -314,15 +314,20 @@ class VLLMServer:
 
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
-        """Locks the server: inside, no other generator with the same lock folder changes the server's weights."""
-        with self._lock_file.open("w") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:  # another generator has the lock
-                    await asyncio.sleep(_POLL_SECONDS)
-            yield  # when the file is closed after this, the lock ends
+        """Locks the server: inside, no other generator with the same lock folder changes the server's weights.
+
+        Raises VLLMServerError if the lock file cannot be opened or locked.
+        """
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(self._lock_file.open("w"))
+                await _lock(file)
+            except OSError as error:
+                raise VLLMServerError(
+                    f"{self.url}: cannot lock {self._lock_file}: {error.strerror}; give all generators of this server "
+                    "a lock_folder that they can write"
+                ) from error
+            yield  # when the stack closes the file after this, the lock ends
 
     async def wake(self) -> None:
         """Resumes the server if it is paused. The caller must have the lock.
@@ -408,6 +413,16 @@ class VLLMServer:
                 f"{self.url}: a reload of its own weights misses {', '.join(missed[:5])} ({len(missed)} parameters), "
                 "which are zero now: start it anew, and with other weights by a restart instead of a reload"
             )
+
+
+async def _lock(file: IO[str]) -> None:
+    """Waits until no other process has the lock of this file, and takes the lock."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:  # another generator has the lock
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 def _is_model(served: dict[str, Any], model: str) -> bool:

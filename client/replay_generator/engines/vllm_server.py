@@ -388,9 +388,13 @@ class VLLMServerEngine:
             await server.check(*self._check_arguments)  # the server may have been started again with other options
             try:
                 await self._reload(server, keep_newer=True)
+            except VLLMServerGoneError:  # an OSError itself
+                raise
             except FileNotFoundError as gone:
                 # The trainer has removed the folder, because there is a newer version. The next attempt loads that one.
                 raise VLLMServerGoneError(f"{server.url}: {gone}") from gone
+            except OSError as error:  # such as a file system that fails: `Patience` repeats only after a ReplayError
+                raise VLLMServerError(f"{server.url}: {error}") from error
 
         async def on_failed_attempt(error: Exception, _: bool = False) -> None:
             """Logs the error of an attempt, and waits as long as a busy server wants.

@@ -127,14 +127,25 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     Leaves out the tokens that the tokenizer adds at the end, such as EOS, because they would end the text. But if the
     tokenizer splits the text in another way when it adds tokens, the result is all tokens that it then returns.
 
-    Raises ChatError for half a surrogate.
+    Raises ChatError for half a surrogate, and if there are no tokens, because the policy cannot continue nothing.
     """
     check_text(text)
+    ids = _text_ids(tokenizer, text)
+    if not ids:
+        raise ChatError(f"the text {text!r:.80} has no tokens, and the tokenizer begins with none: write a text")
+    return ids
+
+
+def _text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The result of `text_ids`, which may be empty."""
     ids = [int(token) for token in tokenizer.encode(text)]
     special = set(getattr(tokenizer, "all_special_ids", ()))
     if not special.intersection([*ids[:1], *ids[-1:]]):  # the tokenizer has added nothing
         return ids
     plain = rendered_ids(tokenizer, text)
+    if not plain:  # nothing shows which of the added tokens stand at the start, and which at the end
+        bos = getattr(tokenizer, "bos_token_id", None)
+        return [token for token in ids[:1] if token == bos]
     added_at_start = _ids_before(plain, ids)
     if added_at_start is None:  # the tokenizer splits the text in another way when it adds tokens
         return ids

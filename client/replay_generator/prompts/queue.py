@@ -70,8 +70,9 @@ class PromptQueue:
 
     ended = False
     """True if there will be no further prompt."""
-    has_loaded = False
-    """True if the last call of `next` has loaded further prompts, and returned none of them yet."""
+    is_loading = False
+    """True if the last call of `next` has returned no prompt because further prompts are being loaded, by this
+    generator or by another one."""
 
     async def begin(self) -> None:
         """Prepares the queue. Raises ReplayError, which names the remedy, if the queue cannot return any prompts."""

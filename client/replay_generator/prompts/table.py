@@ -162,7 +162,7 @@ class PromptsTable(PromptQueue):
         None: the table has no prompt now, or this call has drawn the cursor and handled it. After None, call `next`
         again, unless `ended`.
         """
-        self.has_loaded = False
+        self.is_loading = False
         exclude: list[int] = []
         drawn_prompts_stay = not self._times
         if drawn_prompts_stay:  # the table could give this generator a prompt that it holds already
@@ -422,6 +422,9 @@ class EpochPrompts(PromptsTable):
             await self._answer(self._client.insert, prompt.encode(), priorities, key=key, tags=tags, closes=[partial])
 
     async def _table_is_idle(self) -> None:
+        # Another generator has drawn the cursor, and loads prompts. Or all groups are begun, and it puts the cursor
+        # back soon. Then this generator draws the cursor, and sees that no prompt is left to load.
+        self.is_loading = True
         await self._first_cursor(priority=1.0)  # does nothing, unless somebody has emptied the table
 
     async def _cursor_drawn(self, sample: Sample, cursor: PromptCursor) -> None:
@@ -445,7 +448,7 @@ class EpochPrompts(PromptsTable):
             position = 0
         assert (epoch, position) > (cursor.epoch, cursor.position), "a cursor goes forward"
         assert len(rows) <= WINDOW, len(rows)
-        self.has_loaded = True  # also if another generator turns out to load these prompts
+        self.is_loading = True  # also if another generator turns out to load these prompts
         try:
             # If this generator was suspended for longer than the lease, another one loads these prompts. So it stops.
             async with asyncio.timeout(self._config.prompts_lease):

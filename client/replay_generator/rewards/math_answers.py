@@ -177,7 +177,7 @@ def _compare(expected: Sequence[str], got: str) -> bool:
     if verdict not in ("0", "1"):  # if the worker has ended, the verdict is ""
         worker.kill()
         worker.wait()
-        logger.warning("an answer took too long to compare, and counts as wrong: %.200r", got)
+        logger.warning("an answer took too long or too much memory to compare, and counts as wrong: %.200r", got)
         return False
     _idle.append(worker)
     return verdict == "1"

@@ -4,10 +4,11 @@ line of JSON for each comparison:
     {"expected": ["72"], "got": "\\\\boxed{72}"}  ──▶  1 (the same answer) or 0
 
 math-verify uses sympy to evaluate formulas, which the policy has written. Some formulas, such as 9^9^9^9, would take
-all memory and never end. Therefore the memory of the process is bounded. And if a comparison takes longer than LIMIT, a
-signal that the process does not handle ends the process.
+all memory and never end. Therefore the memory of the process is bounded: a comparison that needs more ends the process.
+And if a comparison takes longer than LIMIT, a signal that the process does not handle ends the process.
 """
 
+import itertools
 import json
 import logging
 import resource
@@ -29,12 +30,31 @@ def main() -> None:
     # math-verify looks for formulas in LaTeX and for plain expressions. Formulas in \boxed{} come before other LaTeX.
     kinds = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
+    # math-verify would take each error for a difference. With `raise_on_error` it raises the error, so that a
+    # MemoryError ends this process.
     def formulas_in(text: str) -> list[object]:
-        formulas: list[object] = parse(text, kinds, parsing_timeout=None)
+        """The formulas in a text; none: math-verify cannot read it. Raises MemoryError."""
+        try:
+            formulas: list[object] = parse(text, kinds, parsing_timeout=None, raise_on_error=True)
+        except MemoryError:
+            raise
+        except Exception:
+            return []
         return formulas
 
+    def is_same_formula(expected: object, got: object) -> bool:
+        """True if both formulas are the same. Formulas that cannot be compared are different. Raises MemoryError."""
+        try:
+            return bool(verify(expected, got, timeout_seconds=None, raise_on_error=True))
+        except MemoryError:
+            raise
+        except Exception:
+            return False
+
     def is_same_answer(expected: str, got: str) -> bool:
-        return bool(verify(formulas_in(expected), formulas_in(got), timeout_seconds=None))
+        """True if both texts have a formula in common. Raises MemoryError."""
+        pairs = itertools.product(formulas_in(expected), formulas_in(got))
+        return any(is_same_formula(*pair) for pair in pairs)
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the process, even while C code runs
@@ -42,10 +62,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, LIMIT)  # sends SIGALRM after LIMIT seconds
-        try:
-            same = any(is_same_answer(expected, request["got"]) for expected in request["expected"])
-        except Exception:  # answers that cannot be compared count as different
-            same = False
+        same = any(is_same_answer(expected, request["got"]) for expected in request["expected"])
         signal.setitimer(signal.ITIMER_REAL, 0)  # 0 stops the timer
         print(int(same), flush=True)
 

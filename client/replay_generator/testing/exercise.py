@@ -88,8 +88,8 @@ async def exercise_engine(
         engine = await made
     else:
         engine = made
-    exercise = _Exercise(engine, tolerance, timeout)
     try:
+        exercise = _Exercise(engine, tolerance, timeout)
         await exercise.check_requests()
         await exercise.check_distributions()
         await exercise.check_draws(seeds)
@@ -128,6 +128,11 @@ class _Exercise:
         self._long_max_tokens = min(60, engine.max_length - 1 - longest_prompt)
         """`max_tokens` of requests for long completions: at most 60, so that the checks take little time. A prompt with
         such a completion leaves room for one more token, because vLLM needs that room to score the completion."""
+        if self._long_max_tokens < 1:
+            self._fail(
+                f"its max_length is {engine.max_length}, and the longest prompt of the checks has "
+                f"{counted(longest_prompt, 'token')}: make it with {longest_prompt + 2} or more"
+            )
 
     def _fail(self, sentence: str) -> NoReturn:
         """Raises AssertionError with the class of the engine and this sentence, whose subject is the engine."""

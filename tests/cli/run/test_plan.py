@@ -132,8 +132,9 @@ def test_permits_follow_from_the_fresh_groups_of_a_step(tmp_path, changes, fresh
     assert admission["fresh_groups_per_step"] == fresh
 
 
-def test_tables_have_the_names_of_the_trainer_and_groups_go_there(tmp_path):
-    plan = plan_of(tmp_path, {"train.rollouts_table": "fresh", "train.replay_table": "pool"})
+@pytest.mark.parametrize("tables", [{}, {"serve.tables": []}], ids=["absent", "empty"])
+def test_tables_have_the_names_of_the_trainer_and_groups_go_there(tables, tmp_path):
+    plan = plan_of(tmp_path, {"train.rollouts_table": "fresh", "train.replay_table": "pool"} | tables)
     names = [table["name"] for table in file_of(plan, "serve")["tables"]]
     assert names == ["fresh", "pool"]
     assert file_of(plan, "generate")["tables"] == ["fresh"]

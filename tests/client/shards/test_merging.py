@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from replay_client.errors import InvalidRequestError
+from replay_client.errors import InvalidRequestError, ServerUnavailableError
 from replay_client.records import ItemInfo, ItemPage, server_info_of
 from replay_client.shards.merging import merge_infos, merge_pages, read_page
 from replay_protos import replay_pb2 as pb
@@ -153,6 +153,18 @@ def test_a_shard_that_is_away_for_one_page_keeps_its_place_in_the_listing():
     pages = {"b": page_of(3.0, 4.0, is_last=False)}
     merged_page = merge_pages(pages, {"a": "2", "b": "2"}, 2, "priority", descending=False)
     assert read_page(merged_page.next_page) == {"a": "2", "b": "4"}
+
+
+def test_a_listing_goes_on_while_a_shard_is_away_and_the_others_are_at_their_end():
+    pages = {"b": page_of(3.0, 4.0, is_last=True)}
+    merged_page = merge_pages(pages, {"a": "2", "b": "2"}, 2, "priority", descending=False)
+    assert read_page(merged_page.next_page) == {"a": "2", "b": "4"}
+
+
+def test_a_listing_names_the_shard_whose_items_alone_are_left_and_which_is_away():
+    pages = {"b": page_of(is_last=True)}
+    with pytest.raises(ServerUnavailableError, match=r"^a went away while the items were listed"):
+        merge_pages(pages, {"a": "2", "b": "4"}, 2, "priority", descending=False)
 
 
 def test_a_merged_page_ends_where_a_page_that_the_server_has_cut_ends():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -564,6 +566,37 @@ async def test_a_server_that_comes_back_and_cannot_be_used_is_named_and_the_othe
         await async_until(lambda: not engine.engines_away)
     assert f"{other}/v1/completions answered 503: {{}}; it is asked again, 1 of 2 servers are away" in caplog.text
     assert f"{other} is used again, after" in caplog.text
+
+
+async def test_a_lock_file_that_cannot_be_opened_is_named_with_the_remedy(model, versions, tmp_path, make_engine):
+    with answering(answers_for(model)) as (url, _):
+        engine = make_engine(url, lock_folder=str(tmp_path / "gone"))
+        with pytest.raises(VLLMServerError, match=r"cannot lock .*/gone/replay-vllm-.*: No such file .* a lock_folder"):
+            await engine.load_weights(str(versions[0]), 1)
+
+
+async def test_a_server_is_used_again_after_its_files_could_not_be_read_for_a_while(
+    model, versions, monkeypatch, make_engine
+):
+    monkeypatch.setattr("replay_generator.engines.vllm_server.LONGEST_PAUSE", 0.05)
+    label = Weights.of(str(versions[0]), 1).label
+    answers = answers_for(model, health={}, weight_info={"weight_version": label})
+    answers["/v1/completions"] = iter([(503, {}), {"choices": [choice()]}])
+    with answering(answers) as (url, _):
+        engine = make_engine(url)
+        await engine.load_weights(str(versions[0]), 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(VLLMServer, "reload", raise_stale)
+            with pytest.raises(VLLMServerError, match=f"{url}: .*Stale file handle"):
+                await engine.generate(PROMPT, SamplingConfig(), 1)
+            assert engine.engines_away == 1
+        await async_until(lambda: not engine.engines_away)
+        assert len(await engine.generate(PROMPT, SamplingConfig(), 1)) == 1
+
+
+async def raise_stale(*_: object, **__: object) -> None:
+    """Raises the error that a shared file system gives while its server is away."""
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 
 async def test_a_newer_version_is_asked_for_when_all_servers_are_away_and_the_weights_are_removed(

@@ -1,5 +1,6 @@
 """Items of `prompts` and `partial_groups` that nobody can make a group of stop no generator: they are rejected."""
 
+import asyncio
 from dataclasses import replace
 
 import msgpack
@@ -8,7 +9,7 @@ import pytest
 
 from replay_client.columns import encode_arrays
 from replay_client.errors import ReplayError
-from replay_client.testing import make_group
+from replay_client.testing import async_until, make_group
 from replay_generator import Rollout, RolloutSequence
 from replay_generator.config import MOST_ROLLOUTS
 from replay_generator.engines import Completion, SamplingConfig
@@ -16,7 +17,7 @@ from replay_generator.errors import PromptError
 from replay_generator.groups.codec import PARTIAL_GROUP_MAGIC, PartialGroupSpec, encode_rollout
 from replay_generator.prompts import table as prompts_table
 from replay_generator.prompts.prompt import Prompt, epoch_order
-from replay_generator.prompts.stored import MAGIC, PromptCursor
+from replay_generator.prompts.stored import MAGIC, PromptCursor, StoredPrompt, decode_item
 from replay_generator.rollouts.rollout import PlayedRollout
 from replay_generator.testing import Letters, ScriptedEngine
 from tests.kit.engines import SAID
@@ -268,6 +269,37 @@ async def test_prompts_of_a_later_window_are_made_even_if_none_of_the_first_one_
         expected = [f"p{row}" for row in order[prompts_table.WINDOW :]]
         assert sorted(await made(client)) == sorted(expected)
         assert generator.stats["items_rejected"] == prompts_table.WINDOW
+
+
+async def test_a_generator_waits_for_prompts_that_another_one_loads_even_if_none_has_fitted_so_far(monkeypatch):
+    idle: list[None] = []
+    look = prompts_table.EpochPrompts._table_is_idle
+
+    async def noted(self):
+        idle.append(None)
+        await look(self)
+
+    monkeypatch.setattr(prompts_table.EpochPrompts, "_table_is_idle", noted)
+    rows = make_prompts(6)
+    order = epoch_order(6, 0, 0).tolist()
+    for row in order[:4]:
+        rows[row] = replace(rows[row], content=LONG)
+    async with async_serving(EPOCH) as client:
+        await make_epoch(client, rows, max_groups=0, engine=engine()).run()  # inserts the cursor
+        (cursor_item,) = await client.sample("prompts", lease=60.0)
+        cursor = decode_item(cursor_item.payload)
+        for position, row in enumerate(order[:4]):
+            prompt = StoredPrompt(Prompt.of(rows[row]), 0, position)
+            await client.insert(prompt.encode(), {"prompts": 1.0})
+        generating = asyncio.create_task(make_epoch(client, rows, engine=engine()).run())
+        await async_until(lambda: len(idle) > 1 or generating.done())
+        for position, row in enumerate(order[4:], 4):
+            prompt = StoredPrompt(Prompt.of(rows[row]), 0, position)
+            await client.insert(prompt.encode(), {"prompts": 1.0})
+        end = replace(cursor, epoch=1)
+        await client.insert(end.encode(), {"prompts": 1.0}, closes=[cursor_item])
+        await generating
+        assert sorted(await made(client)) == sorted(f"p{row}" for row in order[4:])
 
 
 async def test_where_nothing_fits_the_run_ends_and_most_stays_in_the_table():

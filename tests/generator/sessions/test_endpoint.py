@@ -8,6 +8,7 @@ import logging
 import re
 import ssl
 import threading
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from replay_generator.rollouts.sessions.turns import Answer, Refusal
 from tests.certificates import make_certificate
 from tests.generator.sessions.fakes import ScriptedSession, answer, of_anthropic, of_openai, serving, until
 from tests.generator.sessions.test_session import Drawing, session_of
-from tests.kit.clocks import stopped_clock
+from tests.kit.clocks import stopped_clock, turns
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FULL = Refusal("the context is full", code="context_length_exceeded")
@@ -367,6 +368,65 @@ async def test_bodies_that_wait_are_bounded(monkeypatch):
         flood.append(asyncio.create_task(client.post(url, json={"prompt": "b"})))
         session.gate.set()
         assert {each.status_code for each in await asyncio.gather(*flood)} == {200}
+
+
+async def hung_up(client: httpx.AsyncClient, url: str, when: Callable[[], object]) -> None:
+    """Asks, waits until `when` is true, and hangs up."""
+    asking = asyncio.create_task(client.post(url, json={"prompt": "a"}))
+    await until(when)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_client_that_hangs_up_leaves_its_place_to_the_next_before_its_turn_is_drawn(monkeypatch):
+    monkeypatch.setattr(endpoint, "_MOST", 1)
+    session = ScriptedSession(answer(), answer())
+    session.gate.clear()
+    async with SessionServer() as server, httpx.AsyncClient(timeout=None) as client:
+        url = f"{server.open(session)}/v1/completions"  # type: ignore[arg-type]
+        await hung_up(client, url, when=lambda: len(session.asked) == 1)
+        asking = asyncio.create_task(client.post(url, json={"prompt": "b"}))
+        await until(lambda: len(session.asked) == 2)
+        session.gate.set()
+        assert (await asking).status_code == 200
+
+
+async def test_turns_for_clients_that_have_hung_up_are_bounded(monkeypatch):
+    monkeypatch.setattr(endpoint, "_MOST", 1)
+    session = ScriptedSession(*[answer()] * 3)
+    session.gate.clear()
+    async with SessionServer() as server, httpx.AsyncClient(timeout=None) as client:
+        url = f"{server.open(session)}/v1/completions"  # type: ignore[arg-type]
+        await hung_up(client, url, when=lambda: len(session.asked) == 1)
+        await hung_up(client, url, when=lambda: len(session.asked) == 2)
+        asking = asyncio.create_task(client.post(url, json={"prompt": "b"}))
+        with stopped_clock() as go_on:
+            for _ in range(5):
+                go_on(10)
+                await turns()
+            assert len(session.asked) == 2
+        session.gate.set()
+        assert (await asking).status_code == 200
+
+
+async def test_a_client_that_hangs_up_while_it_waits_leaves_the_line(monkeypatch):
+    monkeypatch.setattr(endpoint, "_MOST", 1)
+    monkeypatch.setattr(endpoint, "MOST_WAITING", 1)
+    session = ScriptedSession(answer(), answer())
+    session.gate.clear()
+    async with SessionServer() as server, httpx.AsyncClient(timeout=None) as client:
+        url = f"{server.open(session)}/v1/completions"  # type: ignore[arg-type]
+        first = asyncio.create_task(client.post(url, json={"prompt": "a"}))
+        await until(lambda: len(session.asked) == 1)
+        others = {asyncio.create_task(client.post(url, json={"prompt": "b"})) for _ in range(2)}
+        (refused,), (waiting,) = await asyncio.wait(others, return_when=asyncio.FIRST_COMPLETED)
+        assert (await refused).status_code == 429
+        waiting.cancel()
+        await until(lambda: [each.status for each in session.refusals if each.status == 410])
+        last = asyncio.create_task(client.post(url, json={"prompt": "c"}))
+        session.gate.set()
+        assert (await first).status_code == 200
+        assert (await last).status_code == 200
 
 
 class Held(ScriptedSession):

@@ -335,6 +335,7 @@ def test_the_command_serves_a_folder_and_refuses_what_is_not_safe(model, tmp_pat
         ("http://trainer:7410/mine/step-1?x=/step-1", {"weights_root": "http://trainer:7410/mine"}, "is no address of"),
         ("http://trainer:7410@evil/mine/step-1", {"weights_root": "http://trainer:7410/mine"}, "is no address of"),
         ("http://evil#@trainer:7410/mine/step-1", {"weights_root": "http://trainer:7410/mine"}, "is no address of"),
+        ("http://trainer:0/mine/step-1", {"weights_root": "http://trainer/mine"}, "no server has port 0"),
         ("http://trainer:99999/mine/step-1", {"weights_root": "http://trainer:7410/mine"}, "cannot be fetched"),
     ],
     ids=ascii,

@@ -403,6 +403,28 @@ def test_bytes_that_a_client_changes_after_it_sent_them_do_not_change_the_item(s
     assert bytes(item.payload) == b"a" * 100
 
 
+def test_a_ring_for_inserts_that_a_get_names_is_still_one_for_inserts(stub, client):
+    with Asking(stub) as session:
+        segment = session.ring()
+        segment.view[HEADER : HEADER + 200] = b"a" * 200
+        list(stub.InsertStream(iter([insert_of(5, segment.ring_id, 0, 100)]), timeout=60))
+        (response,) = stub.Get(pb.GetRequest(keys=[5], ring=segment.ring_id), timeout=60)
+        assert response.payloads == b"a" * 100
+        (answer,) = stub.InsertStream(iter([insert_of(6, segment.ring_id, 100, 100)]), timeout=60)
+    assert list(answer.errors) == []
+    assert len(client.get([6])) == 1
+
+
+def test_a_ring_for_gets_that_an_insert_names_is_still_one_for_gets(stub, client):
+    key = client.insert(bytes(MB), {"pool": 1.0})
+    with Asking(stub) as session:
+        request = pb.GetRequest(keys=[key], ring=session.ring(4 * MB).ring_id)
+        for _ in range(2):
+            assert sum(response.shared.size for response in stub.Get(request, timeout=60)) == MB
+            with pytest.raises(grpc.RpcError, match="ring"):
+                list(stub.InsertStream(iter([insert_of(6, request.ring, 0, 100)]), timeout=60))
+
+
 def test_a_reader_that_spoils_its_ring_spoils_nothing_else(server, stub, client):
     keys = [client.insert(bytes([n]) * 40_000, {"pool": 1.0}) for n in range(8)]
     with Asking(stub) as session:

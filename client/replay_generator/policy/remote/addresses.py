@@ -51,6 +51,8 @@ class WeightsAddress:
         port = parts.port  # raises ValueError for a port that is no number, or too large
         if not parts.hostname:
             raise ValueError(f"{text!r:.200} is no address of weights: it names no host")
+        if port == 0:
+            raise ValueError(f"{text!r:.200} is no address of weights: no server has port 0")
         # Addresses of the same place must be equal. So the dot at the end of a host is left out, and an address without
         # a port gets the default port of its scheme.
         return cls(parts.scheme, parts.hostname.rstrip("."), port or _PORTS[parts.scheme], folders)

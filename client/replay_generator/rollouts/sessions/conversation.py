@@ -103,7 +103,8 @@ class Conversation:
         is_continued = opening[-1]["role"] == "assistant" and not ended
         if is_continued:
             opening = opening[:-1]
-        rendered = _render(task, opening, tools, ended=ended)
+        # `ended`: the policy begins the turn behind these messages, even if the last of them is of the assistant too.
+        rendered = _render(task, opening, tools, ended=True)
         begun = cls(
             task=task,
             tools=tools,

@@ -9,7 +9,8 @@
 * After a failure the client gets an HTTP status, and a body in the form of the protocol. If a stream has begun, the
   failure is the last event of the stream.
 * If a client hangs up, the policy goes on writing the turn, because the client may send the request again. The client
-  then gets the answer. Only the end of the session ends turns.
+  then gets the answer. Only the end of the session ends turns. But the request no longer counts among those that are
+  answered at the same time.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ T = TypeVar("T")
 Dialect = Chat | Responses | Messages
 """A protocol. The class Chat says what its methods do."""
 _MOST = 32
-"""The most requests of one session that are answered at the same time. Further requests wait."""
+"""The most requests of one session that are answered at the same time. Further requests wait. As many more may be under
+way for clients that have hung up."""
 MOST_WAITING = 1024
 """The most requests of one session that wait."""
 MOST_WAITING_BYTES = 64 << 20
@@ -65,6 +67,8 @@ _EMPTY = Answer("", "", "", (), "stop", None, 0, 0)
 """An empty answer. `_parsed` tries to write this answer before the policy draws a real one."""
 _QUIET_S = 10.0
 """Seconds between two comments on a stream that waits for its answer."""
+_LOOK_S = 1.0
+"""Seconds between two looks at whether a client has hung up."""
 
 
 class _AtDebug(logging.LoggerAdapter[logging.Logger]):
@@ -111,7 +115,9 @@ class _Line:
         """The time at which the last request was answered. Before the first request: the time at which an agent took
         the session."""
         self._turns = asyncio.Semaphore(_MOST)
-        """Bounds the number of requests that are being answered."""
+        """Bounds the number of requests that are being answered, without those in `_gone`."""
+        self._gone = 0
+        """The number of requests that are being answered, and whose clients have hung up. At most _MOST."""
         self._waiting = 0
         """The number of requests that wait."""
         self._waiting_bytes = 0
@@ -123,9 +129,12 @@ class _Line:
         self.silent_since = time.monotonic()
 
     @asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[None]:
-        """Waits until a request of `size` bytes may be answered. The block then answers the request. Raises Refusal if
-        the line is full."""
+    async def turn(self, request: web.Request, size: int) -> AsyncIterator[None]:
+        """Waits until a request of `size` bytes may be answered. The block then answers the request.
+
+        If the client hangs up, the next request may be answered beside this one. Raises Refusal if the line is full, or
+        if the client hangs up while its request waits.
+        """
         is_full = self._waiting >= MOST_WAITING or self._waiting_bytes + size > MOST_WAITING_BYTES
         must_wait = self._turns.locked()
         if must_wait and is_full:
@@ -135,22 +144,57 @@ class _Line:
         self._waiting += 1
         self._waiting_bytes += size
         try:
-            await self._acquire(size)
+            await self._acquire(request, size)
+            leaving = asyncio.create_task(self._leave_when_gone(request))
             try:
                 yield
             finally:
-                self._turns.release()
+                if leaving.done():
+                    self._gone -= 1
+                else:
+                    leaving.cancel()
+                    self._turns.release()
         finally:
             self.under_way -= 1
             self.silent_since = time.monotonic()
 
-    async def _acquire(self, size: int) -> None:
-        """Waits until a request of `size` bytes may be answered, and then no longer counts it as waiting."""
+    async def _acquire(self, request: web.Request, size: int) -> None:
+        """Waits until a request of `size` bytes may be answered, and then no longer counts it as waiting.
+
+        Raises Refusal if the client hangs up first.
+        """
         try:
-            await self._turns.acquire()
-        finally:  # also after a wait that was cancelled, because then the request no longer waits either
+            if self._turns.locked():
+                await self._wait_in_line(request)
+            else:
+                await self._turns.acquire()  # returns at once, so that no other request is counted meanwhile
+        finally:  # also after an error, because then the request no longer waits either
             self._waiting -= 1
             self._waiting_bytes -= size
+
+    async def _wait_in_line(self, request: web.Request) -> None:
+        """Waits until a request may be answered. Raises Refusal if its client hangs up first."""
+        acquiring = asyncio.ensure_future(self._turns.acquire())
+        try:
+            while not acquiring.done():
+                if _has_hung_up(request):
+                    raise Refusal("the client has hung up while its request waited", status=410)
+                await asyncio.wait({acquiring}, timeout=_LOOK_S)
+        except BaseException:
+            if not acquiring.cancel():  # the request may be answered already
+                self._turns.release()
+            raise
+
+    async def _leave_when_gone(self, request: web.Request) -> None:
+        """Waits until the client of a request has hung up, and then lets another request be answered.
+
+        The turn for the client is still drawn, because the client may send its request again. Waits also until fewer
+        than _MOST such requests are left, because each of them costs memory.
+        """
+        while not _has_hung_up(request) or self._gone >= _MOST:
+            await asyncio.sleep(_LOOK_S)
+        self._gone += 1
+        self._turns.release()
 
 
 class SessionServer(Watch):
@@ -299,8 +343,8 @@ class SessionServer(Watch):
             if session is None or line is None:
                 raise Refusal("no session is open at this address: it has ended, or never began", status=404)
             raw = await read_body(request)
-            async with line.turn(len(raw)):
-                if request.transport is None or request.transport.is_closing():  # nobody would read the turn
+            async with line.turn(request, len(raw)):
+                if _has_hung_up(request):  # nobody would read the turn
                     raise Refusal("the client has hung up while its request waited", status=410)
                 return await work(dialect, session, request, raw)
         except Exception as error:
@@ -310,6 +354,11 @@ class SessionServer(Watch):
             refusal = _refusal(request, error, asked_session)
             headers = {"Retry-After": "1"} if refusal.status == 429 else None
             return web.json_response(dialect.error(refusal), status=refusal.status, headers=headers)
+
+
+def _has_hung_up(request: web.Request) -> bool:
+    """True if the client of a request has closed its connection."""
+    return request.transport is None or request.transport.is_closing()
 
 
 Work = Callable[[Dialect, Session, web.Request, bytes], Awaitable[web.StreamResponse]]
