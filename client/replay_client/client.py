@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
-from weakref import WeakSet
 
 from replay_client.aio import AsyncReplayClient
 from replay_client.columns import Buffer
@@ -22,7 +21,7 @@ from replay_client.requests import Item
 from replay_client.rollout import RolloutGroup
 from replay_client.sampling import AsyncSampler
 from replay_client.transport import forks
-from replay_client.waits import look_around
+from replay_client.waits import Deadline, look_around
 from replay_client.writer import AsyncWriter
 from replay_protos.event_loop import new_event_loop
 
@@ -355,12 +354,14 @@ class Wake:
         """Waits until the flag is set, and clears it.
 
         About once a second, calls the function that was given to `replay_client.waits.looking`. If this function or the
-        handler of a signal raises an exception, the wait ends with it.
+        handler of a signal raises an exception, the wait ends with it. When the program ends, raises SystemExit in a
+        daemon thread.
         """
         # The timeout is for a signal that arrives right before `acquire`. Python runs its handler only when `acquire`
         # returns, so without a timeout, Ctrl-C and SIGTERM would do nothing.
         while not self._lock.acquire(timeout=1.0):
             look_around()
+        _end_daemon_thread()
 
 
 class _Call(Generic[T]):
@@ -448,7 +449,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name="replay-client", daemon=True)
         self._thread.start()
         self._closed = False
-        _open_threads.add(self)
+        _running.add(self)
 
     def check(self) -> None:
         """Raises RuntimeError after a fork, and ServerClosedError after `close`."""
@@ -457,6 +458,7 @@ class LoopThread:
                 "this ReplayClient was made before a fork and does not work after it; make one in each process"
             )
         if self._closed:
+            _end_daemon_thread()
             raise ServerClosedError("this client is closed")
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -487,7 +489,6 @@ class LoopThread:
             last.close()  # else Python warns that the coroutine was never awaited
             return
         self._closed = True
-        _open_threads.discard(self)
 
         async def finish() -> None:
             """Runs `last`, and then cancels all other tasks of the loop."""
@@ -501,23 +502,65 @@ class LoopThread:
         self._run(finish())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+        _running.discard(self)
         _idle_loops.append((self._forks_before, self.loop))  # a later client may use the loop
 
+    def begin_end(self) -> None:
+        """Makes the loop cancel its tasks and stop soon, without waiting for it. Does nothing after a fork."""
+        if self._forks_before == forks():
+            self._closed = True
+            self.loop.call_soon_threadsafe(self._cancel_and_stop)
 
-_open_threads: WeakSet[LoopThread] = WeakSet()
-"""The open loop threads of this process, and those from before a fork."""
+    def join(self, deadline: Deadline) -> None:
+        """Waits until the thread has ended, or until the deadline."""
+        self._thread.join(deadline.seconds)
+
+    def _cancel_and_stop(self) -> None:
+        """Cancels all tasks of the loop, and stops the loop when they have ended. Runs on the loop."""
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        ended.add_done_callback(lambda _: self.loop.stop())
+        self.loop.call_later(_TASKS_END, self.loop.stop)  # some task may go on although it is cancelled
+
+
+# -------------------------------------------------------------------------------------------- the end of the program
+
+_running: set[LoopThread] = set()
+"""The loop threads of this process that run, and those from before a fork. A program may have dropped a client without
+closing it: its loop thread runs nevertheless."""
+_TASKS_END = 0.5
+"""Seconds in which the tasks of a loop must end, when the program ends."""
+_THREADS_END = 2 * _TASKS_END
+"""Seconds in which all loop threads must end, when the program ends. A thread may be blocked, for example by a function
+of the user that the loop has called."""
+_program_ends = False
+"""True once `_end_threads` has begun."""
 
 
 @atexit.register
-def _close_open_threads() -> None:
-    """Closes the clients that the program has left open, when the program ends.
+def _end_threads() -> None:
+    """Ends the loop threads of clients that the program has left open, when the program ends.
 
     Python ends daemon threads in the middle of what they do. A loop thread that is inside gRPC at this moment can end
-    the process with SIGSEGV, whatever the program has done before.
+    the process with SIGSEGV, whatever the program has done before. The connections are not closed in good order,
+    because a server that hangs must not keep the program from ending.
     """
+    global _program_ends
+    _program_ends = True
+    threads = list(_running)
+    for thread in threads:
+        thread.begin_end()
+    deadline = Deadline(_THREADS_END)
+    for thread in threads:
+        thread.join(deadline)
 
-    async def nothing() -> None:
-        """There is nothing to do before the calls of other threads are cancelled."""
 
-    for thread in list(_open_threads):
-        thread.close(nothing())
+def _end_daemon_thread() -> None:
+    """Raises SystemExit in a daemon thread when the program ends, so that the thread ends without a word.
+
+    Python itself would have ended such a thread without a word. An error of a client would be printed.
+    """
+    if _program_ends and threading.current_thread().daemon:
+        raise SystemExit

@@ -368,8 +368,8 @@ CORRECTION = (
     ),
     Metric(
         ("correction/clipped_fraction",),
-        "share of ratios that the correction's `action` changed (clamped or masked). null if `clip_min = clip_max`, "
-        "which turns the importance weights off",
+        "share of ratios that the correction's `action` changed (clamped or masked). null if `clip_min = clip_max` "
+        'and `action = "truncate"`, which together turn the importance weights off',
         unit="share",
         healthy=Range(most=0.1),
     ),

@@ -145,7 +145,8 @@ class Checkpointer:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             await asyncio.to_thread(self.directory.prune, self._keep)
         except (OSError, lmdb.Error, UnusableDirectory) as error:
-            why = f"checkpoint {name} could not be written: {error}; make room if its disk is full"
+            what = f"checkpoint {name}" if name else f"a checkpoint in {self.directory.path}"
+            why = f"{what} could not be written: {error}; make room if its disk is full"
             raise storage_failed(why) from error
         seconds = time.monotonic() - began
         items = counted(checkpoint.items, "item")

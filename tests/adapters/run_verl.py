@@ -18,11 +18,16 @@ from verl import DataProto
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.import_utils import load_extern_type
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.utils.tensordict_utils import NonTensorData, list_of_dict_to_tensordict
 
 FIELDS = ("prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask", "rollout_log_probs")
 
 COLUMNS_OF_AGENTS = ("routed_experts", "teacher_logprobs", "teacher_ids", "entropies")
+
+
+def plain(value: Any) -> Any:
+    """The value in a column."""
+    return value.data if isinstance(value, NonTensorData) else value
 
 
 def put_group(
@@ -96,6 +101,7 @@ def put_agents(uid: str, rewards: list[float], counts: list[int], step: int, see
                     "teacher_ids": torch.randint(0, 150_000, (tokens, 3), generator=generator),
                     "entropies": torch.rand(len(response), generator=generator).to(torch.bfloat16),
                     "of_prompt": torch.full((7,), float(seed)),
+                    "grade": np.float64(seed),
                     "multi_modal_inputs": {},
                     "extra_fields": {"min_global_steps": step, "max_global_steps": step},
                     "uid": uid,
@@ -126,7 +132,7 @@ def agents(make_buffer: Any) -> dict[str, Any]:
                 name: [str(data[name][i].dtype), data[name][i].float().tolist()]
                 for name in (*FIELDS, "rm_scores", *COLUMNS_OF_AGENTS, "of_prompt")
             }
-            | {"uid": str(getattr(data["uid"][i], "data", data["uid"][i]))}
+            | {name: str(plain(data[name][i])) for name in ("uid", "grade")}
             for i, key in enumerate(batch.keys)
         }
         steps.append(
@@ -147,7 +153,7 @@ def rows_of(batch: Any) -> dict[str, dict[str, Any]]:
     tags = dict(zip(batch.keys, batch.tags, strict=True))
     return {
         key: {name: data[name][i].tolist() for name in (*FIELDS, "rm_scores")}
-        | {name: str(getattr(data[name][i], "data", data[name][i])) for name in ("uid", "data_source")}
+        | {name: str(plain(data[name][i])) for name in ("uid", "data_source")}
         | {"tag": tags[key]}
         for i, key in enumerate(batch.keys)
     }

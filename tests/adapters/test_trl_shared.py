@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from replay_client import ReplayClient
-from replay_client.errors import ServerUnavailableError
+from replay_client.errors import ServerUnavailableError, TableNotFoundError
 from tests.kit.processes import free_port, run_ranks, server_process
 
 pytest.importorskip("trl", reason="pip install '.[trl]' in a clone of the repository")
@@ -156,6 +157,25 @@ def test_a_server_that_stays_away_ends_the_run_if_the_user_says_so(tmp_path):
         with pytest.raises(ServerUnavailableError, match="the replay server is away: no replay server answers at"):
             trainer.train()
     assert trainer.state.global_step == 2
+
+
+def replay_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name in ("replay-server", "replay-client")}
+
+
+def test_a_trainer_with_ranks_on_another_machine_is_refused_and_leaves_no_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")  # this machine has fewer ranks than the run, which has one
+    before = replay_threads()
+    with pytest.raises(ValueError, match="which other machines do not reach: start `replay serve`"):
+        make_trainer(tmp_path)
+    assert replay_threads() == before
+
+
+def test_a_trainer_whose_table_is_missing_leaves_no_client(tmp_path, server):
+    before = replay_threads()
+    with pytest.raises(TableNotFoundError, match="absent"):
+        make_trainer(tmp_path, replay=server.address, replay_table="absent")
+    assert replay_threads() == before
 
 
 # ----------------------------------------------------------------------------------------------------- rewards

@@ -134,14 +134,15 @@ def test_sessions_of_several_rows_and_columns_of_tokens_come_back_bit_by_bit(tol
     assert second["left"] == sorted(second["rows"]), "rows that have no place any more are gone"
     for key in keys:
         row, source = second["rows"][key.format("b")], first["rows"][key.format("a")]
-        own = ("of_prompt", "uid")  # columns of the prompt, which no group has
+        own = ("of_prompt", "uid", "grade")  # columns of the prompt, which no group has
         assert {name: row[name] for name in row if name not in own} == {n: source[n] for n in source if n not in own}
         assert row["uid"] == "b"
         assert row["of_prompt"][1] == [72.0] * 7
+        assert row["grade"] == "72.0"
         tags, sources = second["tags"][key.format("b")], first["tags"][key.format("a")]
         for name in ("prompt_len", "response_len", "seq_len", "status"):
             assert tags[name] == sources[name]
-    dtypes = {name: value[0] for name, value in second["rows"]["b_0_0"].items() if name != "uid"}
+    dtypes = {name: value[0] for name, value in second["rows"]["b_0_0"].items() if name not in ("uid", "grade")}
     assert dtypes["routed_experts"] == "torch.int16"
     assert dtypes["entropies"] == "torch.bfloat16"
 

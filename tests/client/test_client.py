@@ -258,23 +258,108 @@ def test_event_loops_that_follow_each_other_end_without_a_word(server):
 
 
 LEFT_OPEN = """
-import atexit, sys, threading
-atexit.register(lambda: print([each.name for each in threading.enumerate()]))  # the last handler
+import asyncio, atexit, sys, threading, time
+
+def last():  # the last handler
+    for worker in workers:
+        worker.join()
+    print([each.name for each in threading.enumerate()])
+
+atexit.register(last)
 from replay_client import ReplayClient
 client = ReplayClient(sys.argv[1])
-threading.Thread(target=client.sample, args=("rollouts", 1), daemon=True).start()
+workers = []
+
+def work(function):
+    workers.append(threading.Thread(target=function, daemon=True))
+    workers[-1].start()
+
 client.server_info()
 print([each.name for each in threading.enumerate()])
 """
+"""The beginning of a program that leaves a client open. `work` calls a function in a daemon thread."""
+WAITS = """
+writer, sampler, policies = client.writer(max_in_flight=1), client.sampler("rollouts"), client.watch_policy()
+next(policies)
+work(lambda: client.sample("fresh"))
+work(lambda: next(policies))
+work(lambda: [each for each in sampler])
+work(lambda: [writer.insert(b"x", {"rollouts": 1.0}) for _ in range(99)])
+with ReplayClient(sys.argv[1]) as other:
+    while other.server_info().tables["fresh"].sampling.count == 0:
+        time.sleep(0.01)
+"""
+ASKS_AGAIN = """
+def ask():
+    while True:
+        try:
+            client.sample("fresh")
+        except Exception as error:
+            print(error)
+
+work(ask)
+"""
+IS_DROPPED = """
+del client
+"""
 
 
-def test_a_client_that_a_program_leaves_open_has_no_thread_when_python_ends(server):
-    """A thread inside gRPC ended such programs with SIGSEGV now and then."""
-    done = subprocess.run([sys.executable, "-c", LEFT_OPEN, server.address], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def end_of(server: ReplayServer, program: str) -> tuple[str, str]:
+    """Runs LEFT_OPEN and the rest of the program. Returns the threads before the rest, and at the end."""
+    command = [sys.executable, "-c", LEFT_OPEN + program, server.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.returncode == 0
     before, at_the_end = done.stdout.splitlines()
+    return before, at_the_end
+
+
+@pytest.mark.parametrize("program", [WAITS, ASKS_AGAIN, IS_DROPPED], ids=["waits", "asks again", "is dropped"])
+def test_a_client_that_a_program_leaves_open_has_no_thread_when_python_ends(server, program):
+    """A thread inside gRPC ended such programs with SIGSEGV now and then."""
+    before, at_the_end = end_of(server, program)
     assert "replay-client" in before
     assert "replay-client" not in at_the_end
+
+
+GOES_ON = """
+async def go_on():
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+
+def begin():
+    client.task = client._thread.loop.create_task(go_on())
+
+client._thread.loop.call_soon_threadsafe(begin)
+client.server_info()
+"""
+IS_BLOCKED = """
+client._thread.loop.call_soon_threadsafe(time.sleep, 1000)
+"""
+
+
+@pytest.mark.parametrize("program", [GOES_ON, IS_BLOCKED], ids=["goes on", "is blocked"])
+def test_a_loop_that_does_not_end_does_not_keep_a_program_from_ending(server, program):
+    command = [sys.executable, "-c", LEFT_OPEN + program, server.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+FORKS = """
+import os
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+def test_a_forked_process_ends_although_its_parent_left_a_client_open(server):
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN + FORKS, server.address], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_a_stream_that_breaks_while_it_is_ended_raises_nothing():

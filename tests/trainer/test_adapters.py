@@ -19,7 +19,7 @@ from replay_generator.engines.weights import Probe
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
 from replay_trainer import GRPOTrainer
-from replay_trainer.weights import published
+from replay_trainer.weights import Adapter, published
 from tests.kit.clients import FakeClient, OnlineClient
 from tests.kit.models import assert_same_weights, make_model, probe_difference
 from tests.kit.models import save_model as make_model_with_tokenizer
@@ -282,6 +282,11 @@ def test_what_cannot_be_trained_or_published_is_refused_in_one_line(base, tmp_pa
     injected.add_adapter(lora())
     refuse(injected, "PeftModel")
     refuse(torch.nn.DataParallel(make_model()), "the model itself, not a DataParallel around it")
+
+
+def test_a_base_without_a_name_is_not_taken_for_the_present_folder():
+    adapter = Adapter(get_peft_model(make_model(), lora()), merged=True)
+    assert adapter._config.base_model_name_or_path == ""
 
 
 def test_a_resume_with_another_kind_of_weights_is_refused(base, tmp_path):

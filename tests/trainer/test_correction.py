@@ -118,7 +118,7 @@ def metrics_of(rows: list[Row], config: CorrectionConfig) -> dict[str, float]:
         "weight_max": max(weights, default=NAN),
         "clipped_fraction": (
             mean([each and config.action != "none" for each in clipped])
-            if config.clip_min is None or config.clip_min != config.clip_max
+            if config.action != "truncate" or config.clip_min is None or config.clip_min != config.clip_max
             else NAN
         ),
         "above_max_fraction": mean([ratio > above for ratio in ratios]),
@@ -286,6 +286,17 @@ def test_a_rejection_does_not_hide_a_nan_of_the_model(estimator, aggregate):
 def test_padding_is_not_the_largest_token_of_a_row():
     config = CorrectionConfig(rejection=Rejection("k1", "max", high=0.9))
     assert correct(*logprobs_of([[0.5, 0.0]]), config).mask.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize(
+    ("action", "weights", "clipped"),
+    [("truncate", [1.0, 1.0], NAN), ("mask", [1.0, 0.0], 0.5), ("none", [1.0, 2.0], 0.0)],
+)
+def test_equal_bounds_turn_the_weights_off_only_if_ratios_are_truncated(action, weights, clipped):
+    config = CorrectionConfig(action=action, clip_min=1.0, clip_max=1.0)
+    correction = correct(*logprobs_of([[1.0, 2.0]]), config)
+    assert correction.weights[0].tolist() == pytest.approx(weights)
+    assert correction.metrics["clipped_fraction"] == pytest.approx(clipped, nan_ok=True)
 
 
 def test_the_mask_keeps_its_dtype():

@@ -9,13 +9,17 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from replay_trainer import partitions
 from replay_trainer.partitions import RankFiles, optimizer_state_of_rank, put_rows
@@ -138,6 +142,29 @@ def test_the_state_of_a_parameter_without_axes_is_read_whole():
     model = torch.nn.ParameterDict({"scale": torch.nn.Parameter(torch.tensor(2.0))})
     state = {"state": {"scale": {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}}, "param_groups": []}
     assert optimizer_state_of_rank(state, model) == state
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """The mesh of a single rank, which is this process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_no_tensor_of_a_partitioned_run_stays_in_the_file_that_it_is_read_from(mesh):
+    spread = distribute_tensor(torch.zeros(4), mesh, [Shard(0)])
+    model = torch.nn.Module()
+    model.whole = torch.nn.Parameter(torch.zeros(4))
+    model.spread = torch.nn.Parameter(spread)
+    entries = {name: {"step": torch.tensor(3.0), "exp_avg": torch.arange(4.0)} for name in ("whole", "spread")}
+    own = optimizer_state_of_rank({"state": entries, "param_groups": []}, model)["state"]
+    for name, entry in product(entries, ("step", "exp_avg")):
+        value = own[name][entry]
+        local = value.to_local() if isinstance(value, DTensor) else value
+        source = entries[name][entry]
+        assert torch.equal(local, source)
+        assert local.data_ptr() != source.data_ptr(), (name, entry)
 
 
 def test_ranks_that_do_not_share_a_folder_are_refused(tmp_path):

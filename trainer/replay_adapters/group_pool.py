@@ -28,7 +28,7 @@ from replay_client.errors import (
 )
 from replay_client.scoring import carries_gradient, trained_priority
 from replay_client.settings import check_choice
-from replay_client.waits import try_patiently
+from replay_client.waits import Deadline, try_patiently
 from replay_trainer.config import OnEmpty
 
 logger = logging.getLogger(__name__)
@@ -178,23 +178,35 @@ class GroupPool:
         The server returns no group twice under one `scope`, so ranks that name the same scope in a step get different
         groups. The server returns no group with a key in `exclude`. Groups that are too stale, or that the trainer
         cannot train on, are left out. With on_empty="wait", raises DeadlineExceededError if groups are missing at the
-        end of the timeout.
+        end of the timeout. All requests of a draw share this timeout. It begins anew when the server was away.
         """
         chosen: list[Sample] = []
         waits = self.on_empty == "wait"
+        if waits and self.problem is not None and self.ask(self.client.policy) is None:
+            return chosen  # the server is still away, which `ask` has found out in less time than the request below
+        excluded = tuple(exclude)
+        deadline = Deadline(self.timeout)
+
+        def sample(missing: int) -> list[Sample]:
+            """Draws at most `missing` groups."""
+            nonlocal deadline
+            try:
+                return self.client.sample(
+                    self.table,
+                    missing,
+                    min_samples=missing if waits else 1,
+                    exclude=excluded,
+                    timeout=deadline.seconds if waits else 0.0,
+                    scope=scope,
+                )
+            except AWAY:
+                deadline = Deadline(self.timeout)
+                raise
+
         # Because of the scope, each further draw returns other groups. So the loop ends when there are no further ones.
         while (missing := count - len(chosen)) > 0:
-            attempt = partial(
-                self.client.sample,
-                self.table,
-                missing,
-                min_samples=missing if waits else 1,
-                exclude=exclude,
-                timeout=self.timeout if waits else 0.0,
-                scope=scope,
-            )
             try:
-                drawn = self._call(attempt, *AWAY)
+                drawn = self._call(partial(sample, missing), *AWAY)
             except DeadlineExceededError:
                 if waits:
                     raise
@@ -265,23 +277,28 @@ class GroupPool:
     def ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
         """Calls a method of the client that does not wait for groups. Returns its result; None while the server is
         away."""
-        seconds = self.timeout if self.problem is None else _RETRY
-        attempt = partial(method, *args, timeout=seconds, **kwargs)
+        deadline = Deadline(self.timeout if self.problem is None else _RETRY)
+
+        def attempt() -> T:
+            return method(*args, timeout=deadline.seconds, **kwargs)
+
         # A method that does not wait for groups misses its deadline only if the server does not answer. So this error
         # also means that the server is away.
-        return self._call(attempt, *AWAY, DeadlineExceededError)
+        return self._call(attempt, *AWAY, DeadlineExceededError, deadline=deadline)
 
-    def _call(self, attempt: Callable[[], T], *away: type[ReplayError]) -> T | None:
+    def _call(self, attempt: Callable[[], T], *away: type[ReplayError], deadline: Deadline | None = None) -> T | None:
         """Returns the result of `attempt`, which is repeated for up to `timeout` seconds while the server is away.
 
         If the server is still away then, returns None or, with `on_unavailable="raise"`, raises the error of the last
-        attempt. `away`: the errors which mean that the server is away. Any other error is raised at once.
+        attempt. `away`: the errors which mean that the server is away. Any other error is raised at once. `deadline`:
+        the time at which the attempts end in any case; None: there is no such time.
         """
 
         def judge(error: Exception, late: bool) -> None:
             """Raises the error unless another attempt should follow. `try_patiently` calls this after each attempt that
             failed, with `late` True if no time is left for another attempt."""
-            if late or not isinstance(error, away):
+            is_over = late or (deadline is not None and deadline.passed)
+            if is_over or not isinstance(error, away):
                 raise error
 
         # If the server is known to be away, a call makes only one attempt, so that the trainer does not wait again.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from replay_adapters.group_pool import AWAY, GroupPool
 from replay_client import ReplayClient, Sample
-from replay_client.errors import DeadlineExceededError, TableFullError
+from replay_client.errors import GONE, DeadlineExceededError, TableFullError
 from replay_client.folder_lock import FolderLock
 from replay_client.waits import WaitLog, try_patiently
 from replay_trainer.leases import GroupLeases, TrainedGroups
@@ -147,7 +147,7 @@ class LeasedTable:
         return self._closed.is_set()
 
     def _judge(self, error: Exception, _: bool = False) -> None:
-        """Pauses after a failed attempt, so that the caller can then repeat the attempt.
+        """Logs the reason of a failed attempt, and pauses, so that the caller can then repeat the attempt.
 
         Raises `error` if a further attempt cannot succeed, and raises every error after `close`. `try_patiently` passes
         a second argument, which says whether the time is up. It is ignored, because the attempts have no time limit.
@@ -156,7 +156,10 @@ class LeasedTable:
             raise error
         if not isinstance(error, _LATER):
             raise error
+        if isinstance(error, GONE):
+            self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")
+        else:  # the server answers, and the error says why it does not do what it is asked for
+            self.waiting.wait(f"{self._who} waits: {error}")
         if isinstance(error, DeadlineExceededError):  # the failed attempt has waited already, so no pause is needed
             return
-        self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")
         self._closed.wait(_PAUSE)  # `close` ends the pause

@@ -114,7 +114,7 @@ class Drains:
 
     def __init__(self, args: Any, folder: Path) -> None:
         """`args`: Miles' arguments. `folder`: the folder of the files."""
-        self._save_folder = getattr(args, "save", None)
+        self._save_folder = getattr(args, "save", None) or None  # an empty setting is no folder
         # Miles' file `latest_checkpointed_iteration.txt` has the number of the last rollout in the checkpoint. Only the
         # FSDP backend writes the number of the next rollout there.
         self._excess = 1 if getattr(args, "train_backend", None) == "fsdp" else 0
@@ -179,8 +179,9 @@ class Drains:
         return self._folder / f"trained-{number}.json"
 
     def _saved_in(self, folder: str | None) -> int:
-        """The number of the last rollout that the checkpoints in a folder contain; -1: there is no checkpoint."""
-        if folder is None:
+        """The number of the last rollout that the checkpoints in a folder contain; -1: there is no checkpoint, or no
+        folder."""
+        if not folder:
             return -1
         path = Path(folder, "latest_checkpointed_iteration.txt")
         if not path.exists():

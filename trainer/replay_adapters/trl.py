@@ -157,22 +157,11 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """None: replay is turned off."""
 
     def _connect(self) -> GroupPool:
-        """Connects to the pool. If the settings name no server, the first rank starts a server for the pool."""
+        """Connects to the pool. If the settings name no server, the first rank starts a server for the pool.
+
+        Raises ValueError if this server were on another machine than some of the ranks, and the errors of `GroupPool`.
+        """
         settings = self._replay
-        server = None
-        address = settings.replay
-        if address is None and self.accelerator.is_main_process:
-            # A pool in memory that keeps the best groups.
-            pool_table = TableConfig(
-                name=settings.replay_table,
-                sampler="prioritized",
-                remover="min_heap",
-                max_size=settings.replay_buffer_size,
-                max_staleness=settings.replay_max_staleness,
-            )
-            server = ReplayServer([pool_table], port=0)
-            server.start()
-            address = server.address
         ranks = self.accelerator.num_processes
         ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         if settings.replay is None and ranks > ranks_of_machine:
@@ -180,24 +169,49 @@ class ReplayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 "replay=None starts the server on the loopback address, which other machines do not reach: start "
                 "`replay serve` and give its address as `replay`"
             )
-        # All ranks get the values of the first rank. `_run` names this run in the scopes of its draws.
-        address, self._run = broadcast_object_list([address, uuid.uuid4().hex])
-        if settings.replay is None:
-            # The variables of the environment are for a server of the user, and not for the one that was started above.
-            client = ReplayClient(address)
-        else:
-            client = ReplayClient.from_env(address=address)
-        pool = GroupPool(
-            client=client,
-            table=settings.replay_table,
-            on_empty=settings.replay_on_empty,
-            timeout=settings.replay_timeout,
-            max_staleness=settings.replay_max_staleness,
-            vocabulary=self.model.config.get_text_config().vocab_size,
-        )
+        server: ReplayServer | None = None
+        client: ReplayClient | None = None
+        address = settings.replay
+        try:
+            if address is None and self.accelerator.is_main_process:
+                server = self._start_server()
+                address = server.address
+            # All ranks get the values of the first rank. `_run` names this run in the scopes of its draws.
+            address, self._run = broadcast_object_list([address, uuid.uuid4().hex])
+            if settings.replay is None:
+                # The variables of the environment are for a server of the user, and not for the one that was started
+                # above.
+                client = ReplayClient(address)
+            else:
+                client = ReplayClient.from_env(address=address)
+            pool = GroupPool(
+                client=client,
+                table=settings.replay_table,
+                on_empty=settings.replay_on_empty,
+                timeout=settings.replay_timeout,
+                max_staleness=settings.replay_max_staleness,
+                vocabulary=self.model.config.get_text_config().vocab_size,
+            )
+        except BaseException:
+            _close(client, server)  # otherwise their threads would go on without a trainer
+            raise
         self._close_replay = weakref.finalize(self, _close, client, server)
         self.add_callback(_Leave(client, server))
         return pool
+
+    def _start_server(self) -> ReplayServer:
+        """Starts a server in this process, with a pool in memory that keeps the best groups."""
+        settings = self._replay
+        pool_table = TableConfig(
+            name=settings.replay_table,
+            sampler="prioritized",
+            remover="min_heap",
+            max_size=settings.replay_buffer_size,
+            max_staleness=settings.replay_max_staleness,
+        )
+        server = ReplayServer([pool_table], port=0)
+        server.start()
+        return server
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's method, which calls `_generate` and then computes all values of the batch.
@@ -632,11 +646,12 @@ def _pad(rows: list[Tensor], side: str) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
 
 
-def _close(client: ReplayClient, server: Any) -> None:
-    """Closes the client, and stops the server inside this process, if there is one.
+def _close(client: ReplayClient | None, server: ReplayServer | None) -> None:
+    """Closes the client, and stops the server inside this process. None: there is no client or server.
 
-    Called when the trainer is freed, or when the process ends.
+    Called when the trainer is freed, when the process ends, or if the pool cannot be used.
     """
-    client.close()
+    if client is not None:
+        client.close()
     if server is not None:
         server.stop()

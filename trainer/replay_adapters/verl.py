@@ -36,7 +36,7 @@ with hooks_of("verl"):
     import transfer_queue as tq
     from omegaconf import DictConfig, OmegaConf
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
-    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+    from verl.utils.tensordict_utils import NonTensorData, list_of_dict_to_tensordict
 
 COLUMNS = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores")
 """The columns of verl that a stored group is made of."""
@@ -369,8 +369,9 @@ def _filtering(sampler_kwargs: Any, is_async: bool) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value of a column without the wrapper that tensordict puts around some values. A tensor stays a tensor."""
-    return getattr(value, "data", value)
+    """The value in a column. tensordict wraps some values that are no tensors."""
+    # Other values have an attribute `data` too: that of a number of numpy is its memory.
+    return value.data if isinstance(value, NonTensorData) else value
 
 
 class ServerReplayBuffer(_WithPool, ReplayBuffer):  # type: ignore[misc]  # verl has no types that mypy reads

@@ -241,28 +241,32 @@ def optimizer_state_of_rank(state: dict[str, Any], policy: nn.Module) -> dict[st
     """Returns this rank's part of the optimizer's state: its own rows for partitioned parameters, and all rows for
     other parameters.
 
-    The tensors of `state` may be in a memory-mapped file. Of a partitioned tensor, only this rank's part is read then.
+    If any parameter is partitioned, the tensors of `state` may be in a memory-mapped file. Of a partitioned tensor,
+    only this rank's part is read then, and the result has copies of all tensors.
     """
     parameters = dict(policy.named_parameters(remove_duplicate=False))
+    is_mapped = any(isinstance(parameter, DTensor) for parameter in parameters.values())
     parts: dict[str, dict[str, Any]] = {}
     for name, entries in state["state"].items():
-        parts[name] = {entry: _part_of_rank(value, parameters[name]) for entry, value in entries.items()}
+        parts[name] = {entry: _part_of_rank(value, parameters[name], is_mapped) for entry, value in entries.items()}
     return state | {"state": parts}
 
 
-def _part_of_rank(value: Any, parameter: Tensor) -> Any:
-    """This rank's part of one entry of the optimizer's state."""
+def _part_of_rank(value: Any, parameter: Tensor, is_mapped: bool) -> Any:
+    """This rank's part of one entry of the optimizer's state.
+
+    `is_mapped`: True if the value may be in a memory-mapped file. The part is then a copy, because the optimizer
+    changes its tensors in place.
+    """
     if not isinstance(value, Tensor | StoredRows):
         return value
-    # A tensor that may be part of a memory-mapped file is cloned below, because the optimizer changes its tensors in
-    # place. The state is mapped only if the parameters are partitioned.
     if value.shape != parameter.shape:  # one value for the whole parameter, such as the number of steps
-        return value.clone() if isinstance(value, Tensor) else value
+        return value.clone() if is_mapped and isinstance(value, Tensor) else value
     own_rows = read_rows(value, parameter)
     if not isinstance(parameter, DTensor):
-        return own_rows
+        return own_rows.clone() if is_mapped else own_rows
     return DTensor.from_local(
-        own_rows.clone().to(parameter.to_local().device),
+        own_rows.to(parameter.to_local().device, copy=True),
         parameter.device_mesh,
         parameter.placements,
         shape=parameter.shape,

@@ -516,7 +516,7 @@ class Adapter:
                 raise ValueError(f"{reason}, or publish the adapter itself, with merge_adapter=False")
         self._whole = WholeModel(self.base) if merged else None
         """Saves whole weights; None: the adapter is published."""
-        if Path(base_name).is_dir():
+        if base_name and Path(base_name).is_dir():  # without a name, Path("") would be the present folder
             # An absolute path, because a program that loads the adapter may run in another folder.
             base_name = str(Path(base_name).resolve())
         self._config.base_model_name_or_path = base_name

@@ -214,8 +214,13 @@ def test_a_share_that_is_none_is_refused(server):
         make_buffer(server.address, replay_share=1.5)
 
 
-async def test_without_checkpoints_a_group_is_used_up_when_the_next_but_one_batch_is_drawn(make):
-    buffer = make()
+@pytest.mark.parametrize("no_folder", [None, ""])
+async def test_without_checkpoints_a_group_is_used_up_when_the_next_but_one_batch_is_drawn(
+    make, no_folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")  # of another run, in the present folder
+    buffer = make(save=no_folder, load=no_folder)
     held = []
     for number in range(4):
         await buffer.put(make_input(number))

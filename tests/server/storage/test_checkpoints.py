@@ -280,6 +280,16 @@ def test_a_disk_that_is_full_fails_the_checkpoint_and_nothing_else(tmp_path):
         assert client.get([small])
 
 
+def test_a_checkpoint_that_fails_before_it_has_a_name_is_named_by_its_folder(tmp_path, monkeypatch):
+    def list_nothing(_):
+        raise OSError("Input/output error")
+
+    with serving_in(tmp_path) as client:
+        monkeypatch.setattr(CheckpointDirectory, "list", list_nothing)
+        with pytest.raises(ReplayError, match=r"^a checkpoint in .*/checkpoints could not be written: Input/output"):
+            client.create_checkpoint()
+
+
 def test_a_restore_onto_a_full_disk_is_refused_and_works_once_there_is_room(tmp_path):
     with serving_in(tmp_path) as client:
         keys = [client.insert(os.urandom(1 << 20), {"pool": 1.0}) for _ in range(20)]

@@ -69,9 +69,9 @@ class CorrectionConfig:
     """The settings of `correct`: its weights, and the tokens that it removes. PRESETS has the settings of other
     projects.
 
-    Set clip_min = clip_max = 1 to switch the weights off: every weight is then 1, and the metrics are still computed.
-    Raises ValueError for an unknown name, for a value out of range, if clip_min is above clip_max, or if the action
-    needs a bound and there is none.
+    Set clip_min = clip_max = 1, with action="truncate", to switch the weights off: every weight is then 1, and the
+    metrics are still computed. Raises ValueError for an unknown name, for a value out of range, if clip_min is above
+    clip_max, or if the action needs a bound and there is none.
     """
 
     level: Level = "token"
@@ -123,7 +123,13 @@ class CorrectionConfig:
 
     @property
     def has_weights(self) -> bool:
-        """True if the weights depend on the ratios. If clip_min is equal to clip_max, every weight is that value."""
+        """True if the weights depend on the ratios.
+
+        If the action is "truncate" and clip_min is equal to clip_max, every weight is that value. The other actions do
+        not move a ratio to a bound, so their weights always depend on the ratios.
+        """
+        if self.action != "truncate":
+            return True
         return self.clip_min is None or self.clip_min != self.clip_max
 
     @property
