@@ -79,9 +79,10 @@ def test_checkpoints_that_never_get_onto_the_disk_take_no_memory_without_bound()
     assert counter.checkpoints[-1] == 19
 
 
-def test_a_checkpoint_before_the_last_one_is_refused():
-    with pytest.raises(ValueError, match="the checkpoint of step 3 was written after that of step 4"):
-        OccurrenceCounter(4).saved(3)
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_checkpoint_that_is_not_after_the_last_one_is_refused(step):
+    with pytest.raises(ValueError, match=f"the checkpoint of step {step} was written after that of step 4"):
+        OccurrenceCounter(4).saved(step)
 
 
 @pytest.mark.parametrize("text", ["7@0:0", "7@20:1,10:3", "a@b@20:1", "@0:0"])
