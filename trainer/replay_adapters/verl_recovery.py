@@ -346,7 +346,7 @@ class RecoveringWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # ty
         uid = prompt["uid"]
         step = int(prompt["global_steps"])
         try:
-            name = digest(prompt.get("raw_prompt"))
+            name = digest(prompt.get("raw_prompt"), prompt.get("reward_model"))
             found = None if fetch.key is None else await self._found(fetch, name, step)
         except Exception as error:  # verl would call the group a failure
             self._warn(error)
