@@ -353,7 +353,11 @@ class RecoveringWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # ty
             await super()._run_prompt(prompt, *args, **kwargs)
             return
         if found is not None:
-            await self._publish(uid, found, step)
+            try:
+                await self._publish(uid, found, step)
+            except Exception:  # as in verl's own method, because verl waits for the end of each prompt
+                logger.exception("the stored group of the prompt %s could not be put into TransferQueue", uid)
+                await tq.async_kv_put(key=uid, partition_id=_TRAIN, tag={"status": "failure"})
             return
         self._queue.open[uid] = _OpenGroup(fetch, StoredRows({}, {}, step, name))
         try:
