@@ -79,9 +79,10 @@ def test_checkpoints_that_never_get_onto_the_disk_take_no_memory_without_bound()
     assert counter.checkpoints[-1] == 19
 
 
-def test_a_checkpoint_before_the_last_one_is_refused():
-    with pytest.raises(ValueError, match="the checkpoint of step 3 was written after that of step 4"):
-        OccurrenceCounter(4).saved(3)
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_checkpoint_that_is_not_after_the_last_one_is_refused(step):
+    with pytest.raises(ValueError, match=f"the checkpoint of step {step} was written after that of step 4"):
+        OccurrenceCounter(4).saved(step)
 
 
 @pytest.mark.parametrize("text", ["7@0:0", "7@20:1,10:3", "a@b@20:1", "@0:0"])
@@ -416,3 +417,16 @@ def test_prompts_differ_by_their_digest():
     first, second = ([{"role": "user", "content": content}] for content in ("1+1=", "1+2="))
     assert digest(first) == digest(json.loads(json.dumps(first)))
     assert digest(first) != digest(second)
+
+
+def test_prompts_differ_by_the_digest_of_the_answer_that_rewards_are_computed_from():
+    prompt = [{"role": "user", "content": "1+1="}]
+    answers = [{"style": "rule", "ground_truth": answer} for answer in ("2", "3")]
+    assert digest(prompt, answers[0]) == digest(prompt, dict(answers[0]))
+    assert digest(prompt, answers[0]) != digest(prompt, answers[1])
+    assert digest(prompt, answers[0]) != digest(prompt)
+
+
+def test_a_prompt_with_a_value_that_cannot_be_stored_is_refused_by_name():
+    with pytest.raises(ValueError, match="verl's prompts have a reward_model that cannot be stored"):
+        digest("1+1=", {"judge": object()})

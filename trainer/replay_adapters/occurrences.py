@@ -80,9 +80,9 @@ class OccurrenceCounter:
         return Occurrence(index, checkpoint, count, tuple(older))
 
     def saved(self, checkpoint: int) -> None:
-        """Counts from a new checkpoint too. Raises ValueError for a step before that of the last checkpoint."""
+        """Counts from a new checkpoint too. Raises ValueError for a step that is not after that of the last one."""
         newest = self.checkpoints[-1]
-        if checkpoint < newest:
+        if checkpoint <= newest:
             raise ValueError(f"the checkpoint of step {checkpoint} was written after that of step {newest}")
         self._fetches[checkpoint] = Counter()
         if len(self._fetches) > MAX_CHECKPOINTS:

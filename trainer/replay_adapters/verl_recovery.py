@@ -15,12 +15,13 @@ their tags, and only the others are generated. RecoveringCheckpoints lets go of 
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from replay_adapters.hooks import hooks_of
 from replay_adapters.occurrences import Fetch, Occurrence, OccurrenceGroups, Recovery
 from replay_adapters.verl_rows import StoredRows, digest, group_of, rows_of
 from replay_client import ReplayClient
+from replay_client.settings import Seconds, Whole, settings
 from replay_client.waits import in_daemon_thread
 
 with hooks_of("verl: agent loop"):
@@ -55,6 +57,8 @@ _MOST_INDEX_CHARACTERS = 64
 """The most characters of an index that a name holds as it is; a digest stands for a longer one."""
 _MOST_CALLS = 8
 """The most calls to the server that a worker makes at once."""
+_OPTIONS = "actor_rollout_ref.rollout.custom.replay"
+"""The place of RecoveryOptions in verl's configuration."""
 _SETTINGS = (
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.rollout.n",
@@ -72,7 +76,7 @@ _SETTINGS = (
 """The settings of verl on which the rows of a group depend. After a change, stored groups are not used."""
 
 
-@dataclass(frozen=True)
+@settings(kw_only=True)
 class RecoveryOptions:
     """The options `actor_rollout_ref.rollout.custom.replay`, and what follows from verl's own settings."""
 
@@ -81,40 +85,42 @@ class RecoveryOptions:
     table: str = "finished"
     """The table of finished groups that no checkpoint contains. A table that is configured as a queue is refused,
     because no program draws from this table."""
-    max_staleness: int | None = None
+    run: str | None = None
+    """The name of the run, the same for each of its starts; None: the folder of its checkpoints."""
+    max_staleness: Whole | None = None
     """The most steps by which a stored group may lag; None: as many as verl allows. Groups beyond it are generated
     again."""
-    timeout: float = 60.0
+    timeout: Seconds = 60.0
     """Seconds that a call waits for a server that went away. After that, training goes on without it."""
 
     @classmethod
     def of(cls, config: Any) -> RecoveryOptions:
-        """The options in verl's configuration. Raises ValueError for an unknown one."""
-        options = OmegaConf.select(config, "actor_rollout_ref.rollout.custom.replay")
+        """The options in verl's configuration. Raises ValueError for an unknown one, and for an unusable value."""
+        options = OmegaConf.select(config, _OPTIONS)
         values = dict(options or {})
-        unknown = sorted(values.keys() - {field.name for field in fields(cls)})
-        if unknown:
-            known = ", ".join(field.name for field in fields(cls))
-            raise ValueError(
-                f"actor_rollout_ref.rollout.custom.replay has {', '.join(unknown)}; the options are {known}"
-            )
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"{_OPTIONS}: {error}") from None
+
+    def name_of_run(self, config: Any) -> str:
+        """The name of the run with this configuration of verl."""
+        # The same for each start of a run, because a run that resumes has the same folder of checkpoints.
+        return str(_checkpoints(config)) if self.run is None else self.run
 
     def groups(self, config: Any) -> OccurrenceGroups:
         """The table of the run with this configuration of verl. Raises the errors of FinishedGroups."""
-        # The same for each start of a run, because a run that resumes has the same folder of checkpoints.
-        run = _digest(str(_checkpoints(config)))
-        settings = {}
+        values = {}
         for name in _SETTINGS:
             value = OmegaConf.select(config, name)
-            settings[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            values[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         return OccurrenceGroups(
             ReplayClient.from_env(self.timeout, address=self.address),
             self.table,
             sequences=True,
             timeout=self.timeout,
-            run=run,
-            settings=_digest(json.dumps(settings, sort_keys=True, default=str)),
+            run=_digest(self.name_of_run(config)),
+            settings=_digest(json.dumps(values, sort_keys=True, default=str)),
         )
 
     def bound(self, config: Any) -> int | None:
@@ -132,6 +138,13 @@ class RecoveryOptions:
 def _checkpoints(config: Any) -> Path:
     """The folder of the run's checkpoints."""
     return Path(os.getcwd(), config.trainer.default_local_dir)
+
+
+def _with_run(config: Any, run: str) -> Any:
+    """A copy of verl's configuration that names the run."""
+    named = copy.deepcopy(config)
+    OmegaConf.update(named, f"{_OPTIONS}.run", run, force_add=True)
+    return named
 
 
 def _digest(text: str) -> str:
@@ -154,8 +167,9 @@ def _values(batch: Any, column: str) -> list[Any]:
 class RecoveringAgentLoop(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has no types that mypy reads
     """verl's agent loop manager, whose workers store finished groups and find them again.
 
-    Raises ValueError for an unknown option, for a table that is a queue, and if RecoveringCheckpoints is not set;
-    TableNotFoundError without the table; ServerUnavailableError if no server answers.
+    Raises ValueError for an unknown option, for a table that is a queue, if RecoveringCheckpoints is not set, and for a
+    trainer that does not keep its rows in TransferQueue; TableNotFoundError without the table; ServerUnavailableError
+    if no server answers.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -164,6 +178,11 @@ class RecoveringAgentLoop(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has
         """The groups on the server; None: the run writes no checkpoints, so no run would use them."""
         self._recovery: Recovery | None = None
         """None until the first prompts to train on are fetched, whose step tells the checkpoint."""
+        if not config.transfer_queue.enable:
+            raise ValueError(
+                f"{type(self).__name__} works with verl's V1 trainers, which keep their rows in TransferQueue: set "
+                "trainer.use_v1=True"
+            )
         if config.trainer.save_freq <= 0:
             logger.warning("trainer.save_freq is %s: without checkpoints, no group is stored", config.trainer.save_freq)
             return
@@ -174,7 +193,10 @@ class RecoveringAgentLoop(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has
                 f"trainer.checkpoint_callback_class is {name}, and stored groups would never be deleted: set it to "
                 f"{__name__}.RecoveringCheckpoints, or to a subclass of it"
             )
-        self._groups = RecoveryOptions.of(config).groups(config)
+        options = RecoveryOptions.of(config)
+        self._groups = options.groups(config)
+        # Workers may run in other folders than this process, so they cannot find the folder of checkpoints themselves.
+        self.config = _with_run(config, options.name_of_run(config))
         self.agent_loop_workers_class = ray.remote(RecoveringWorker)
 
     def generate_sequences(self, prompts: Any) -> None:
@@ -346,14 +368,18 @@ class RecoveringWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # ty
         uid = prompt["uid"]
         step = int(prompt["global_steps"])
         try:
-            name = digest(prompt.get("raw_prompt"))
+            name = digest(prompt.get("raw_prompt"), prompt.get("reward_model"))
             found = None if fetch.key is None else await self._found(fetch, name, step)
         except Exception as error:  # verl would call the group a failure
             self._warn(error)
             await super()._run_prompt(prompt, *args, **kwargs)
             return
         if found is not None:
-            await self._publish(uid, found, step)
+            try:
+                await self._publish(uid, found, step)
+            except Exception:  # as in verl's own method, because verl waits for the end of each prompt
+                logger.exception("the stored group of the prompt %s could not be put into TransferQueue", uid)
+                await tq.async_kv_put(key=uid, partition_id=_TRAIN, tag={"status": "failure"})
             return
         self._queue.open[uid] = _OpenGroup(fetch, StoredRows({}, {}, step, name))
         try:

@@ -77,9 +77,15 @@ class StoredRows:
 _STORE = SampleStore(VerlRow, framework="verl")
 
 
-def digest(prompt: Any) -> str:
-    """A text that differs for different prompts. Raises ValueError for a prompt that cannot be stored."""
-    return hashlib.sha256(_STORE.pack("prompts", "raw_prompt", prompt)).hexdigest()[:32]
+def digest(prompt: Any, reward_model: Any = None) -> str:
+    """A text that differs for different prompts, and for different values from which rewards are computed.
+
+    `prompt`, `reward_model`: the columns raw_prompt and reward_model of verl. Raises ValueError for a value that cannot
+    be stored.
+    """
+    packed = _STORE.pack("prompts", "raw_prompt", prompt)
+    packed += _STORE.pack("prompts", "reward_model", reward_model)
+    return hashlib.sha256(packed).hexdigest()[:32]
 
 
 def group_of(stored: StoredRows, version: int) -> RolloutGroup:
