@@ -146,12 +146,9 @@ class ReplayStoreClient(StorageKVClient):  # type: ignore[misc]
             sizes[place.key] = max(needed[place.key], place.size * place.fields)
         values: dict[int, Any] = {}
         for key, payload in self.rows.get(sizes):
-            is_mostly_needed = 2 * needed[key] >= len(payload)
             for position in positions.pop(key):
                 place = places[position]
-                view = memoryview(payload)[place.offset : place.offset + place.size]
-                # Otherwise one small value would keep the whole payload in memory.
-                values[position] = unpack(view, copy=not is_mostly_needed)
+                values[position] = unpack(memoryview(payload)[place.offset : place.offset + place.size])
         if positions:
             absent = keys[min(min(each) for each in positions.values())]
             raise LookupError(
