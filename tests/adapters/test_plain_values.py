@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from replay_adapters.column_rows import Place, pack_rows, replace_values
+from replay_adapters.column_rows import Place, lacks_fields, pack_rows, replace_values
 from replay_adapters.plain_values import DTYPES, pack, unpack
 
 
@@ -226,3 +226,13 @@ def test_an_older_item_stays_noted_when_its_field_is_replaced_again() -> None:
     places, unused = replace_values({"a": place(3, 1)}, encoded({"a": place(2, 1, 1)}))
     assert unused == [2]
     assert places["a"].others == (1,)
+
+
+def test_an_item_with_more_fields_than_a_row_names_shows_that_the_row_lacks_fields() -> None:
+    whole = encoded({"a": place(1, 2), "b": place(1, 2)})
+    assert not lacks_fields(whole.values())
+    assert lacks_fields([whole["a"]])
+
+
+def test_a_row_lacks_no_field_because_one_was_replaced() -> None:
+    assert not lacks_fields(encoded({"a": place(1, 2), "b": place(2, 1, 1)}).values())
