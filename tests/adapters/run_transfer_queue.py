@@ -114,6 +114,12 @@ def values(report: Path) -> None:
         tq.kv_put(key="bad", partition_id=PARTITION, fields={"bad": {1, 2}})
     except Exception as error:
         told["refused"] = str(error)
+    # Two rows with the same field, and one of them has another field, which is in an item of its own.
+    first = TensorDict({"first": torch.ones(2, 1)}, batch_size=2)
+    tq.kv_batch_put(keys=["one", "two"], partition_id="columns", fields=first)
+    second = TensorDict({"second": torch.ones(1, 1)}, batch_size=1)
+    tq.kv_batch_put(keys=["two"], partition_id="columns", fields=second)
+    tq.kv_clear(keys=["one", "two"], partition_id="columns")
     silences = silence_controller(2)
     put([5])
     told["wrong_after_two_silences"] = wrong_rows([5])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from replay_adapters.column_rows import Place, pack_rows, replace_values
+from replay_adapters.column_rows import Place, lacks_fields, pack_rows, replace_values
 from replay_adapters.plain_values import DTYPES, pack, unpack
 
 
@@ -18,7 +18,10 @@ def back(value: object) -> object:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, -5, 2.5, "é", b"\0", [1, [2]], (1, (2, [3])), {"a": (1,), 3: None}, np.float32(0.5), np.str_("x")],
+    [
+        *(None, True, -5, 2.5, "é", b"\0", [1, [2]], (1, (2, [3])), {"a": (1,), 3: None}),
+        *(np.float32(0.5), np.str_("x"), np.str_("")),
+    ],
 )
 def test_a_plain_value_comes_back_with_its_type(value: object) -> None:
     assert back(value) == value
@@ -82,14 +85,53 @@ def test_tuples_that_lie_too_deep_in_each_other_are_refused() -> None:
         pack(value)
 
 
+def test_tuples_in_the_bytes_that_lie_too_deep_in_each_other_are_refused() -> None:
+    data = msgpack.packb([])
+    for _ in range(2000):
+        data = msgpack.packb(msgpack.ExtType(3, data))
+    with pytest.raises(ValueError, match="more than 32 deep"):
+        unpack(memoryview(b"\x01" + data))
+
+
+def test_a_tensor_that_comes_back_can_be_changed_and_shares_nothing() -> None:
+    data = bytearray(pack(torch.zeros(3)))
+    first = unpack(memoryview(data))
+    first += 1
+    assert unpack(memoryview(data)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_no_warning_about_received_bytes(recwarn: pytest.WarningsRecorder) -> None:
+    unpack(memoryview(pack(torch.zeros(3))).toreadonly())
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("data", [b"", b"\x07", b"\x00\x63\x00", b"\x00\x00\x01" + bytes(8) + b"x", b"\x01\xc1"])
 def test_bytes_that_are_no_value_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"packed value|a tensor of"):
         unpack(memoryview(data))
 
 
+@pytest.mark.parametrize(
+    ("code", "content"),
+    [
+        (1, [False, "<f8", [1 << 40], b""]),
+        (1, [False, "<f8", [-1], bytes(8)]),
+        (1, [False, "<U0", [1 << 40], b""]),
+        (1, [False, "<f8"]),
+        (5, ["RGB", [1 << 20, 1 << 20], b""]),
+        (5, ["P", [1, 1], b"x"]),
+        (4, ["Sample", {}]),
+        (9, []),
+    ],
+)
+def test_a_part_with_other_bytes_than_its_size_says_is_refused_before_it_takes_memory(code: int, content: list) -> None:
+    evil = msgpack.packb(msgpack.ExtType(code, msgpack.packb(content)))
+    with pytest.raises(ValueError, match=r"."):
+        unpack(memoryview(b"\x01" + evil))
+
+
 def test_an_array_of_references_in_the_bytes_is_refused() -> None:
-    evil = msgpack.packb(msgpack.ExtType(1, msgpack.packb(["|O", [1], bytes(8)])))
+    evil = msgpack.packb(msgpack.ExtType(1, msgpack.packb([False, "|O", [1], bytes(8)])))
     with pytest.raises(ValueError, match="arrays of"):
         unpack(memoryview(b"\x01" + evil))
 
@@ -184,3 +226,13 @@ def test_an_older_item_stays_noted_when_its_field_is_replaced_again() -> None:
     places, unused = replace_values({"a": place(3, 1)}, encoded({"a": place(2, 1, 1)}))
     assert unused == [2]
     assert places["a"].others == (1,)
+
+
+def test_an_item_with_more_fields_than_a_row_names_shows_that_the_row_lacks_fields() -> None:
+    whole = encoded({"a": place(1, 2), "b": place(1, 2)})
+    assert not lacks_fields(whole.values())
+    assert lacks_fields([whole["a"]])
+
+
+def test_a_row_lacks_no_field_because_one_was_replaced() -> None:
+    assert not lacks_fields(encoded({"a": place(1, 2), "b": place(2, 1, 1)}).values())

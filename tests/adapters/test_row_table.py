@@ -147,8 +147,8 @@ def test_a_put_waits_while_the_table_is_full_and_says_why(caplog: pytest.LogCapt
                 cleared = True
                 RowTable(running.client(), "tq", checkpoints=2).clear([first])
 
-        waiting = rows._waiting.wait
-        rows._waiting.wait = lambda reason, **more: (waiting(reason, **more), clear_when_waiting())[0]
+        waiting = rows._requests.log.wait
+        rows._requests.log.wait = lambda reason, **more: (waiting(reason, **more), clear_when_waiting())[0]
         assert len(rows.put([b"two"])) == 1
     assert cleared
     assert "TransferQueue waits for the table 'tq'" in caplog.text

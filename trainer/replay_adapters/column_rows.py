@@ -78,6 +78,20 @@ def replace_values(new: Mapping[str, Place], old: Mapping[str, bytes]) -> tuple[
     return places, sorted(unused)
 
 
+def lacks_fields(encoded: Iterable[bytes]) -> bool:
+    """True if an item of a row has more fields than these encoded places of the row say.
+
+    A later put that replaced some of an item's values names the item in its places. Such an item lacks no fields.
+    """
+    missing: dict[int, int] = {}
+    named: set[int] = set()
+    for data in encoded:
+        place = Place.decode(data)
+        missing[place.key] = missing.get(place.key, place.fields) - 1
+        named.update(place.others)
+    return any(count and key not in named for key, count in missing.items())
+
+
 @dataclass(frozen=True)
 class PackedRows:
     """The rows of a batch as payloads."""

@@ -11,26 +11,18 @@ without limit, and logs that it waits.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from replay_adapters.group_pool import AWAY, GroupPool
+from replay_adapters.group_pool import GroupPool
+from replay_adapters.patient_requests import LATER, PatientRequests
 from replay_client import ReplayClient, Sample
-from replay_client.errors import GONE, DeadlineExceededError, TableFullError
 from replay_client.folder_lock import FolderLock
-from replay_client.waits import WaitLog, try_patiently
 from replay_trainer.leases import GroupLeases, TrainedGroups
 from replay_trainer.resume import ResumeProtocol
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-_LATER = (*AWAY, DeadlineExceededError, TableFullError)
-"""Errors after which the same request may succeed later."""
-_PAUSE = 0.2
-"""Seconds between two attempts."""
 _POLL = 1.0
 """Seconds that a draw waits for groups."""
 
@@ -72,14 +64,15 @@ class LeasedTable:
         except BaseException:
             self.client.close()
             raise
+        self._requests = PatientRequests(who)
+        self.reach = self._requests.reach
+        """Repeats a request while the server is away or the table is full (`PatientRequests.reach`)."""
+        self.waiting = self._requests.log
+        """Logs that the reader waits, and why."""
         self.leases = GroupLeases(self.client, table, lease, folder, rank=0)
         # `renumbers=False`: a run that resumes goes on counting from the newest version of the server.
         self.protocol = ResumeProtocol(self.client, self.leases, config, renumbers=False, reach=self.reach)
-        self.waiting = WaitLog(who)
-        """Logs that the reader waits, and why."""
-        self._who = who
         self._lock = FolderLock(folder)
-        self._closed = threading.Event()
         # The client calls `expect` before the lease of a batch begins. So if this run dies, a file names the lease.
         self._batches = self.client.sampler(
             table, prefetch=prefetch, timeout=_POLL, lease=lease, on_lease=self.leases.expect
@@ -96,8 +89,8 @@ class LeasedTable:
         list if no batch came in time, or if the server is away."""
         try:
             drawn = self.leases.hold(next(self._batches))
-        except _LATER as error:
-            self._judge(error)  # pauses if the server is away, and raises after `close`
+        except LATER as error:
+            self._requests.pause_or_raise(error)  # pauses if the server is away, and raises after `close`
             return []
         self.waiting.go_on()
         return drawn
@@ -107,32 +100,20 @@ class LeasedTable:
         now; the next checkpoint then acknowledges these groups too."""
         try:
             self.leases.acknowledge(groups)
-        except _LATER as error:
+        except LATER as error:
             logger.warning("the groups of this checkpoint are acknowledged with the next one: %s", error)
             return False
         self.leases.settled(groups)  # ends the renewal of their leases
         return True
-
-    def reach(self, attempt: Callable[[], T]) -> T:
-        """Returns the result of `attempt`, which is repeated without limit while the table is full or the server is
-        away.
-
-        Raises any other error at once, and every error after `close`.
-        """
-        # `try_patiently` calls `_judge` after each failed attempt. `_judge` already pauses, so `try_patiently` itself
-        # must not: a first pause of 0 seconds, doubled after each attempt, stays 0.
-        result = try_patiently(attempt, self._judge, first=0.0)
-        self.waiting.go_on()
-        return result
 
     def close(self, leave: bool = True) -> None:
         """Requeues the groups that no checkpoint contains, and closes the connection. A second call does nothing.
 
         `leave`: True if the run has ended as planned, so that the server does not report this reader as missing.
         """
-        if self._closed.is_set():
+        if self.closed:
             return
-        self._closed.set()
+        self._requests.close()
         self._batches.close()
         self.leases.requeue()
         if leave:
@@ -144,22 +125,4 @@ class LeasedTable:
     @property
     def closed(self) -> bool:
         """True after `close`."""
-        return self._closed.is_set()
-
-    def _judge(self, error: Exception, _: bool = False) -> None:
-        """Logs the reason of a failed attempt, and pauses, so that the caller can then repeat the attempt.
-
-        Raises `error` if a further attempt cannot succeed, and raises every error after `close`. `try_patiently` passes
-        a second argument, which says whether the time is up. It is ignored, because the attempts have no time limit.
-        """
-        if self._closed.is_set():
-            raise error
-        if not isinstance(error, _LATER):
-            raise error
-        if isinstance(error, GONE):
-            self.waiting.wait(f"the server is away, and {self._who} waits for it: {error}")
-        else:  # the server answers, and the error says why it does not do what it is asked for
-            self.waiting.wait(f"{self._who} waits: {error}")
-        if isinstance(error, DeadlineExceededError):  # the failed attempt has waited already, so no pause is needed
-            return
-        self._closed.wait(_PAUSE)  # `close` ends the pause
+        return self._requests.closed

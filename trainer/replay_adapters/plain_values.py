@@ -5,7 +5,7 @@ and images of PIL. The types come back as they were. A tensor is a header and it
 
     kind (1 byte) | dtype (1 byte) | dimensions (1 byte) | size of each dimension (8 bytes) | bytes of the elements
 
-Any other value is a byte for its kind, and then msgpack.
+Any other value is a byte for its kind, and then msgpack. A subclass of `ValueCodec` can add classes of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from __future__ import annotations
 import math
 import reprlib
 import struct
-import warnings
 from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 import torch
-
-# A tensor that shares the memory of a received message is read by one process, and nobody else has that memory.
-warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 DTYPES = (
     *("float32", "float64", "float16", "bfloat16"),
@@ -35,14 +31,14 @@ _TORCH_DTYPES = [getattr(torch, name) for name in DTYPES]
 _TENSOR, _PACKED = 0, 1
 """The kinds of values."""
 _HEADER = struct.Struct("<BBB")
-_ARRAY, _NUMBER, _TUPLE, _INNER_TENSOR, _IMAGE, _OBJECTS = range(1, 7)
-"""The codes of msgpack's extension types."""
+_ARRAY, _INNER_TENSOR, _TUPLE, _OBJECT, _IMAGE, _ARRAY_OF_OBJECTS = range(1, 7)
+"""The codes of msgpack's extension types. An object is of a class that a subclass of the codec has added."""
 _KINDS = "biufcSU"
 """The kinds of numpy's dtypes that are bytes without references."""
 _IMAGE_MODES = ("L", "RGB", "RGBA")
 """The modes of images that are stored. In these modes the pixels describe the image completely."""
 MOST_NESTED = 32
-"""Tuples and arrays of objects may lie in each other this deep."""
+"""Tuples, arrays of objects, and objects may lie in each other this deep. msgpack itself bounds lists and dicts."""
 
 
 def header_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> bytes:
@@ -64,25 +60,22 @@ def pack(value: Any) -> bytes:
     """The bytes of a value. Raises TypeError or ValueError if it has a part that cannot be packed."""
     if isinstance(value, torch.Tensor):
         return b"".join((header_of(value, tuple(value.shape)), bytes_of(value)))
-    return bytes((_PACKED,)) + _Packer().pack(value)
+    return bytes((_PACKED,)) + ValueCodec().pack(value)
 
 
-def unpack(data: memoryview, *, copy: bool = True) -> Any:
-    """The value of these bytes. With `copy=False` a tensor may share the memory of `data`, which nobody may change.
-
-    Raises ValueError if the bytes are not from `pack`.
-    """
+def unpack(data: memoryview) -> Any:
+    """The value of these bytes. It shares no memory with them. Raises ValueError if the bytes are not from `pack`."""
     try:
         if data[0] == _TENSOR:
-            return _tensor_of(data, copy)
+            return _tensor_of(data)
         if data[0] == _PACKED:
-            return _Packer().unpack(data[1:])
+            return ValueCodec().unpack(data[1:])
     except (IndexError, TypeError, KeyError, struct.error, RuntimeError, msgpack.UnpackException) as error:
         raise ValueError(f"{len(data)} bytes are not a packed value: {error}") from None
     raise ValueError(f"{len(data)} bytes are not a packed value: they begin with {data[0]}")
 
 
-def _tensor_of(data: memoryview, copy: bool) -> torch.Tensor:
+def _tensor_of(data: memoryview) -> torch.Tensor:
     """The tensor of a header and its elements."""
     _, code, dimensions = _HEADER.unpack_from(data)
     shape = struct.unpack_from(f"<{dimensions}q", data, _HEADER.size)
@@ -93,26 +86,36 @@ def _tensor_of(data: memoryview, copy: bool) -> torch.Tensor:
         raise ValueError(f"a tensor of {dtype} and shape {shape} with {len(data) - start} bytes")
     if not count:  # torch takes no empty buffer
         return torch.empty(shape, dtype=dtype)
-    if copy:
-        flat = torch.frombuffer(bytearray(data[start:]), dtype=dtype)
-    else:
-        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=start)
+    # A copy, because received bytes are read-only, and a tensor can be changed.
+    flat = torch.frombuffer(bytearray(data[start:]), dtype=dtype)
     return flat if dimensions == 1 else flat.view(shape)
 
 
-class _Packer:
-    """Packs or unpacks one value. Counts how deep extension types lie in each other."""
+class ValueCodec:
+    """Packs or unpacks one value, and counts how deep its parts lie in each other. Make a new codec for each value.
+
+    A subclass that packs objects of further classes overrides `content_of` and `object_of`.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
 
     def pack(self, value: Any) -> bytes:
-        """The bytes of a value. msgpack calls `_packed` for each part that it does not know."""
+        """The bytes of a value. Raises TypeError or ValueError if it has a part that cannot be packed."""
+        # msgpack calls `_packed` for each part that it does not know.
         return bytes(msgpack.packb(value, default=self._packed, strict_types=True))
 
     def unpack(self, data: bytes | memoryview) -> Any:
-        """The value that `pack` packed."""
+        """The value that `pack` packed. Other bytes raise ValueError, or another error of a wrong value or type."""
         return msgpack.unpackb(data, ext_hook=self._unpacked, strict_map_key=False)
+
+    def content_of(self, value: Any) -> list[Any] | None:
+        """The content from which `object_of` makes an object of a further class; None: its class cannot be packed."""
+        return None
+
+    def object_of(self, content: list[Any]) -> Any:
+        """The object with this content. Raises ValueError if its class is unknown."""
+        raise ValueError("objects of classes are not unpacked")
 
     def _packed(self, value: Any) -> msgpack.ExtType:
         """An extension type for a value that msgpack does not know. Raises TypeError if there is none."""
@@ -120,15 +123,18 @@ class _Packer:
         if isinstance(value, torch.Tensor):
             return msgpack.ExtType(_INNER_TENSOR, pack(value))
         if isinstance(value, np.ndarray) and value.dtype.kind == "O":
-            return self._nested(_OBJECTS, [list(value.shape), value.reshape(-1).tolist()])
-        if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
-            return self._nested(_ARRAY, [value.dtype.str, list(value.shape), value.tobytes()])
-        if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
-            return self._nested(_NUMBER, [value.dtype.str, value.tobytes()])
+            return self._nested(_ARRAY_OF_OBJECTS, [list(value.shape), value.reshape(-1).tolist()])
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _KINDS:
+            is_number = isinstance(value, np.generic)
+            array = np.asarray(value)  # an empty text of numpy has no bytes, and gets room for a character
+            return self._nested(_ARRAY, [is_number, array.dtype.str, list(array.shape), array.tobytes()])
         if kind is tuple:
             return self._nested(_TUPLE, list(value))
         if kind.__module__.startswith("PIL.") and value.mode in _IMAGE_MODES:
             return self._nested(_IMAGE, [value.mode, list(value.size), value.tobytes()])
+        content = self.content_of(value)
+        if content is not None:
+            return self._nested(_OBJECT, content)
         raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
 
     def _nested(self, code: int, content: list[Any]) -> msgpack.ExtType:
@@ -148,39 +154,52 @@ class _Packer:
         if code == _TUPLE:
             return tuple(content)
         if code == _ARRAY:
-            dtype, shape, raw = content
-            return _array_of(dtype, shape, raw)
-        if code == _NUMBER:
-            dtype, raw = content
-            return _array_of(dtype, [], raw)[()]
-        if code == _OBJECTS:
-            shape, members = content
-            array = np.empty(len(members), object)
-            for index, member in enumerate(members):  # numpy would make a matrix of lists of the same length
-                array[index] = member
-            return array.reshape(shape)
+            return _array_of(*content)
+        if code == _ARRAY_OF_OBJECTS:
+            return _array_of_objects(*content)
         if code == _IMAGE:
-            from PIL import Image
-
-            mode, size, raw = content
-            return Image.frombytes(mode, tuple(size), raw)
+            return _image_of(*content)
+        if code == _OBJECT:
+            return self.object_of(content)
         raise ValueError(f"the extension type {code} is unknown")
 
     def _enter(self) -> None:
         """Counts one level more. Raises ValueError if values lie too deep in each other."""
         self._depth += 1
         if self._depth > MOST_NESTED:
-            raise ValueError(f"tuples or arrays of objects lie more than {MOST_NESTED} deep in each other")
+            raise ValueError(f"tuples, objects or arrays of objects lie more than {MOST_NESTED} deep in each other")
 
 
-def _array_of(dtype: str, shape: list[int], raw: bytes) -> Any:
-    """The array of these elements. Raises ValueError for a dtype whose elements are references."""
+def _array_of(is_number: bool, dtype: str, shape: list[int], raw: bytes) -> Any:
+    """The array or the number of these bytes. Raises ValueError for a dtype whose elements are references."""
     named = np.dtype(dtype)
-    if named.kind not in _KINDS:
+    if named.kind not in _KINDS or not named.itemsize:
         raise ValueError(f"arrays of {dtype} are not unpacked")
-    if not raw or not named.itemsize:
-        return np.zeros(shape, named)
-    return np.frombuffer(raw, named).reshape(shape).copy()  # a copy, because numpy's array of bytes is read-only
+    # Checked before memory is taken for the array, which the bytes may say is very large.
+    if len(raw) != math.prod(shape) * named.itemsize:
+        raise ValueError(f"an array of {dtype} and shape {shape} with {len(raw)} bytes")
+    if raw:
+        array = np.frombuffer(raw, named).reshape(shape).copy()  # a copy, because `raw` is read-only
+    else:
+        array = np.zeros(shape, named)  # numpy takes no empty buffer
+    return array[()] if is_number else array
+
+
+def _array_of_objects(shape: list[int], members: list[Any]) -> npt.NDArray[Any]:
+    """The array of these objects."""
+    array = np.empty(len(members), object)
+    for index, member in enumerate(members):  # numpy would make a matrix of lists of the same length
+        array[index] = member
+    return array.reshape(shape)
+
+
+def _image_of(mode: str, size: list[int], raw: bytes) -> Any:
+    """The image of these pixels. Raises ValueError for another number of bytes, before it takes memory for them."""
+    from PIL import Image
+
+    if mode not in _IMAGE_MODES or len(raw) != math.prod(size) * len(mode):  # a byte for each letter of the mode
+        raise ValueError(f"an image of mode {mode} and size {size} with {len(raw)} bytes")
+    return Image.frombytes(mode, (size[0], size[1]), raw)
 
 
 def shown(value: Any) -> str:

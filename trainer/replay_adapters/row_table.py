@@ -19,36 +19,22 @@ before the list was copied, and the copy lists that row as not ready: nobody rea
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from replay_adapters.patient_requests import PatientRequests
 from replay_client import KeySequence, ReplayClient
 from replay_client.columns import Buffer
-from replay_client.errors import (
-    DeadlineExceededError,
-    ServerBusyError,
-    ServerClosedError,
-    ServerUnavailableError,
-    StorageError,
-    TableFullError,
-)
-from replay_client.waits import WaitLog, try_patiently
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 IN_USE, CLEARED = 0.0, 1.0
 """Priorities of rows. Each completed checkpoint adds 1 to the priority of a cleared row."""
 BEGUN, ENDED = 1e6, 2e6
 """Priorities of marks: a save has begun, or has ended."""
-_LATER = (ServerUnavailableError, ServerBusyError, StorageError, TableFullError, DeadlineExceededError)
-"""Errors after which the same request may succeed later."""
 _KEYS = 1 << 15
 """Keys in one request."""
 _BYTES = 64 << 20
@@ -92,8 +78,8 @@ class RowTable:
         """Writers that no thread uses. A new one costs a stream and a ring of shared memory."""
         self._mark: Mark | None = None
         """The newest mark that this process has seen. It is the newest of all for as long as it is there."""
-        self._closed = threading.Event()
-        self._waiting = WaitLog(f"TransferQueue's table {table!r}")
+        self._requests = PatientRequests(f"TransferQueue's table {table!r} of {client.address}")
+        self._reach = self._requests.reach
         config = json.loads(client.server_info(tables=[table]).tables[table].config)
         why = _why_unsafe(config)
         if why:
@@ -101,7 +87,7 @@ class RowTable:
 
     def close(self) -> None:
         """Ends all waits, and closes the connection."""
-        self._closed.set()
+        self._requests.close()
         self.client.close()
 
     # ------------------------------------------------------------------------------------------------ rows
@@ -274,23 +260,6 @@ class RowTable:
         """Deletes these items, as far as they are there."""
         if keys:
             self.client.delete(self.table, keys)
-
-    def _reach(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, which is repeated while the server is away or the table is full.
-
-        Raises any other error at once, and every error after `close`.
-        """
-        result = try_patiently(attempt, self._judge)
-        self._waiting.go_on()
-        return result
-
-    def _judge(self, error: Exception, _: bool) -> None:
-        """Raises `error` if a repetition cannot succeed. Otherwise logs why the caller waits."""
-        if self._closed.is_set():
-            raise ServerClosedError("TransferQueue was closed") from error
-        if not isinstance(error, _LATER):
-            raise error
-        self._waiting.wait(f"TransferQueue waits for the table {self.table!r} of {self.client.address}: {error}")
 
 
 def _chunks(keys: list[int]) -> Iterator[list[int]]:

@@ -10,8 +10,8 @@ and rewards. The fields that a trainer of groups can read become arrays of the g
     rollout_top_p_token_ids          an extra with the axis "ragged:token"
     a rollout that is a list         sequence_counts
 
-All other fields are packed by msgpack into one array without an axis, which only this module reads. A value that an
-array of the group cannot hold exactly, such as a log-probability that float32 rounds, is packed as well, so that
+All other fields are packed into one array without an axis, which only this module reads (`plain_values`). A value that
+an array of the group cannot hold exactly, such as a log-probability that float32 rounds, is packed as well, so that
 samples come back unchanged. Unpacking makes only plain values, arrays, tensors, images, and enums and dataclasses of
 the module of `Sample`. It runs no code from the data.
 """
@@ -25,12 +25,15 @@ import math
 import reprlib
 import sys
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from replay_adapters.plain_values import ValueCodec
 from replay_client import RolloutGroup, group_from_rows, row_of
 from replay_client.columns import RAGGED as RAGGED_AXIS
 from replay_client.rollout import MAX_LOGPROB, MAX_VALUE
@@ -57,10 +60,6 @@ _MOST_EXACT = 1 << 53
 """float64 holds all whole numbers up to this one exactly."""
 _FORMS = "/forms"
 """The name under which the Forms of a sample are packed. No field of a dataclass can have this name."""
-_IMAGE_MODES = ("L", "RGB", "RGBA")
-"""The modes of images that are stored. In these modes the pixels describe the image completely."""
-_ARRAY, _TENSOR, _TUPLE, _OBJECT, _IMAGE = range(1, 6)
-"""The codes of msgpack's extension types. An object is an enum or a dataclass of the module of the sample class."""
 
 
 def samples_of(rollout: Rollout) -> list[Any]:
@@ -117,7 +116,7 @@ class SampleStore:
         for sample, row, forms in zip(samples, rows, forms_S, strict=True):
             fields_in_arrays = row.exact | set(forms)
             packed_fields = self._packed_fields(sample, fields_in_arrays)
-            packed_fields[_FORMS] = self._packb(forms)
+            packed_fields[_FORMS] = self._codec().pack(forms)
             packed_samples.append(packed_fields)
         # "samples": for each sample, its packed fields by name. "lists": for each rollout, True if it is a list.
         packed = {
@@ -145,15 +144,15 @@ class SampleStore:
             packed = msgpack.unpackb(group.extras[PACKED].tobytes())
             fields_S = []
             for packed_fields in packed["samples"]:
-                fields_S.append({name: self._unpackb(packed_fields[name]) for name in packed_fields})
-            more = self._unpackb(packed["more"])
+                fields_S.append({name: self._codec().unpack(packed_fields[name]) for name in packed_fields})
+            more = self._codec().unpack(packed["more"])
             lists_G = packed["lists"]
             fits_group = (
                 len(fields_S) == group.num_sequences
                 and len(lists_G) == group.group_size
                 and all(_FORMS in fields for fields in fields_S)
             )
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgpack.UnpackException):
+        except (KeyError, TypeError, ValueError, AttributeError, msgpack.UnpackException):
             return None  # no extra of this name, or another program has written the extra
         if not fits_group:
             return None
@@ -235,81 +234,16 @@ class SampleStore:
         `whose` ("samples" or "groups") and `name` tell the user in the error which value it is.
         """
         try:
-            return self._packb(value)
+            return self._codec().pack(value)
         except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
             raise ValueError(
                 f"{self._framework}'s {whose} have a {name} that cannot be stored, {_shown(value)}: put numbers, "
                 f"texts, arrays, lists and dicts of them into it"
             ) from None
 
-    def _packb(self, value: Any) -> bytes:
-        """The packed value. msgpack calls `_packed` for each part of the value whose type it does not know."""
-        return bytes(msgpack.packb(value, default=self._packed, strict_types=True))
-
-    def _unpackb(self, packed: bytes) -> Any:
-        """The value that `_packb` packed."""
-        return msgpack.unpackb(packed, ext_hook=self._unpacked, strict_map_key=False)
-
-    def _packed(self, value: Any) -> Any:
-        """Converts a value whose type msgpack does not know to an extension type. Raises TypeError if this is not
-        possible."""
-        kind = type(value)
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-            is_number = isinstance(value, np.generic)
-            return self._extension(_ARRAY, [is_number, value.dtype.str, list(value.shape), value.tobytes()])
-        if kind is tuple:
-            return self._extension(_TUPLE, list(value))
-        is_enum = isinstance(value, enum.Enum)
-        # Other enums and dataclasses are not packed, because `_unpacked` could not find their class by its name.
-        if (is_enum or dataclasses.is_dataclass(kind)) and self._named(kind.__qualname__) is kind:
-            content = value.value if is_enum else vars(value)
-            return self._extension(_OBJECT, [kind.__qualname__, content])
-        if _is_tensor(value):
-            from safetensors.torch import save
-
-            return self._extension(_TENSOR, save({"": value.detach().cpu().contiguous()}))
-        if kind.__module__.startswith("PIL.") and value.mode in _IMAGE_MODES:
-            return self._extension(_IMAGE, [value.mode, list(value.size), value.tobytes()])
-        raise TypeError(f"{kind.__name__} cannot be packed")
-
-    def _extension(self, code: int, content: list[Any] | bytes) -> msgpack.ExtType:
-        """The extension type `code` of msgpack, whose data is the packed `content`."""
-        return msgpack.ExtType(code, self._packb(content))
-
-    def _unpacked(self, code: int, data: bytes) -> Any:
-        """The value that `_packed` converted to an extension type. Raises ValueError for an unknown class."""
-        content = self._unpackb(data)
-        if code == _TUPLE:
-            return tuple(content)
-        if code == _ARRAY:
-            is_number, dtype, shape, raw = content
-            array = np.frombuffer(raw, _numeric_dtype(dtype)).reshape(shape)
-            if is_number:
-                return array[()]  # the number in an array without dimensions
-            return array.copy()  # a copy, because the array of frombuffer is read-only
-        if code == _TENSOR:
-            from safetensors.torch import load
-
-            return load(content)[""]
-        if code == _IMAGE:
-            from PIL import Image
-
-            mode, size, raw = content
-            return Image.frombytes(mode, tuple(size), raw)
-        kind = self._named(content[0])
-        if code == _OBJECT and isinstance(kind, type) and issubclass(kind, enum.Enum):
-            return kind(content[1])
-        if code == _OBJECT and isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            return _make(kind, content[1])
-        raise ValueError(f"{content[0]!r} is no class of {self._module.__name__}")
-
-    def _named(self, qualname: str) -> Any:
-        """The attribute with this qualified name in the module of the sample class; None: there is no such
-        attribute."""
-        attribute: Any = self._module
-        for name in qualname.split("."):
-            attribute = getattr(attribute, name, None)
-        return attribute
+    def _codec(self) -> _SampleCodec:
+        """A codec for one value."""
+        return _SampleCodec(self._module)
 
 
 def _shown(value: Any) -> str:
@@ -318,6 +252,41 @@ def _shown(value: Any) -> str:
         return f"{value!r:.200}"
     except RecursionError:
         return reprlib.repr(value)
+
+
+class _SampleCodec(ValueCodec):
+    """Also packs the enums and the dataclasses of one module."""
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__()
+        self._module = module
+
+    def content_of(self, value: Any) -> list[Any] | None:
+        kind = type(value)
+        # Other enums and dataclasses are not packed, because `object_of` could not find their class by its name.
+        if self._named(kind.__qualname__) is not kind:
+            return None
+        if isinstance(value, enum.Enum):
+            return [kind.__qualname__, value.value]
+        if dataclasses.is_dataclass(kind):
+            return [kind.__qualname__, vars(value)]
+        return None
+
+    def object_of(self, content: list[Any]) -> Any:
+        name, values = content
+        kind = self._named(name)
+        if isinstance(kind, type) and issubclass(kind, enum.Enum):
+            return kind(values)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return _make(kind, values)
+        raise ValueError(f"{name!r} is no class of {self._module.__name__}")
+
+    def _named(self, qualname: str) -> Any:
+        """The attribute with this qualified name in the module; None: there is no such attribute."""
+        attribute: Any = self._module
+        for name in qualname.split("."):
+            attribute = getattr(attribute, name, None)
+        return attribute
 
 
 def _make(kind: type[Any], values: Mapping[str, Any]) -> Any:
@@ -523,7 +492,7 @@ def _is_ragged(values: Array | None, offsets: Array | None, row: _Row) -> bool:
 
 def _array(value: Any) -> Array | None:
     """The numbers of a list, an array or a tensor as an array; None if a group cannot hold such an array."""
-    if _is_tensor(value):
+    if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         if str(value.dtype) == "torch.bfloat16":  # numpy has no such dtype
             return None
@@ -586,16 +555,8 @@ def _formed(row: Array, form: str, dtype: str, length: int) -> Any:
     if form == "list":
         return array.tolist()
     if form == "torch":
-        import torch
-
         return torch.from_numpy(array)
     return array
-
-
-def _is_tensor(value: Any) -> bool:
-    """True for a tensor of torch. Does not import torch, because a tensor exists only if torch is imported already."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _numeric_dtype(name: str) -> np.dtype[Any]:

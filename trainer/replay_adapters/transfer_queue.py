@@ -18,12 +18,12 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from replay_adapters.column_rows import Place, pack_rows, replace_values
+from replay_adapters.column_rows import Place, lacks_fields, pack_rows, replace_values
 from replay_adapters.hooks import hooks_of
 from replay_adapters.plain_values import unpack
 
@@ -52,6 +52,8 @@ _NOTIFICATIONS = 4
 _NOTIFY_SECONDS = 30.0
 _CONTROLLER_SECONDS = 600.0
 """Seconds that the controller may take to answer, about a put or about its whole state."""
+_PARTITIONS = 64
+"""Partitions whose fields a process remembers."""
 _SECONDS = 10.0
 """Seconds after which a request to the replay server is tried again, and the wait is logged."""
 
@@ -146,12 +148,9 @@ class ReplayStoreClient(StorageKVClient):  # type: ignore[misc]
             sizes[place.key] = max(needed[place.key], place.size * place.fields)
         values: dict[int, Any] = {}
         for key, payload in self.rows.get(sizes):
-            is_mostly_needed = 2 * needed[key] >= len(payload)
             for position in positions.pop(key):
                 place = places[position]
-                view = memoryview(payload)[place.offset : place.offset + place.size]
-                # Otherwise one small value would keep the whole payload in memory.
-                values[position] = unpack(view, copy=not is_mostly_needed)
+                values[position] = unpack(memoryview(payload)[place.offset : place.offset + place.size])
         if positions:
             absent = keys[min(min(each) for each in positions.values())]
             raise LookupError(
@@ -182,6 +181,8 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         super().__init__(controller_info, settings, zmq_context=zmq_context)
         self._last: tuple[Path, str] | None = None
         """The folder and the id of the checkpoint that was saved or loaded last."""
+        self._fields: dict[str, set[str]] = {}
+        """The fields that this process has seen in the partitions that it used last, by partition."""
 
     async def put_data(
         self, data: TensorDict, metadata: BatchMeta, data_parser: Callable[[Any], Any] | None = None
@@ -197,6 +198,7 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         if not indexes:
             return
         columns = {name: data[name] for name in sorted(data.keys())}
+        self._note_fields(metadata.partition_ids, columns)
         new = await asyncio.to_thread(self.storage_client.put_columns, columns, len(indexes))
         replaced: list[int] = []
         meta_by_index: dict[int, dict[str, bytes]] = {}
@@ -221,6 +223,7 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         """The fields that the metadata name. Raises LookupError if a row has no such field."""
         if not metadata.field_names:
             return TensorDict({}, batch_size=len(metadata))
+        self._note_fields(metadata.partition_ids, metadata.field_names)
         return await asyncio.to_thread(self._get, metadata)
 
     def _get(self, metadata: BatchMeta) -> TensorDict:
@@ -233,11 +236,31 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
     async def clear_data(self, metadata: BatchMeta) -> None:
         """Clears the rows, with all their fields."""
         metas = metadata._custom_backend_meta
-        if not all(metas):
-            # The metadata name only the fields that all rows have. One row without data hides those of all others.
+        if self._may_hide_fields(metadata):
             metas = await self._metas_of(metadata)
         places = [Place.decode(data) for meta in metas for data in meta.values()]
         await asyncio.to_thread(self.storage_client.clear_places, places)
+
+    def _note_fields(self, partitions: Sequence[str], names: Iterable[str]) -> None:
+        """Notes that these partitions have these fields."""
+        for partition in dict.fromkeys(partitions):
+            known = self._fields.pop(partition, set())
+            known.update(names)
+            self._fields[partition] = known  # the partition that was used last comes last
+        while len(self._fields) > _PARTITIONS:
+            del self._fields[next(iter(self._fields))]
+
+    def _may_hide_fields(self, metadata: BatchMeta) -> bool:
+        """True if the rows may have fields that the metadata do not name, because they name only what all rows have.
+
+        The rows have different fields if one has no place at all, or only some of the fields that were put together, or
+        if this process knows more fields of the partition.
+        """
+        names = set(metadata.field_names)
+        for partition in set(metadata.partition_ids):
+            if self._fields.get(partition, set()) - names:
+                return True
+        return any(not meta or lacks_fields(meta.values()) for meta in metadata._custom_backend_meta)
 
     async def _metas_of(self, metadata: BatchMeta) -> list[dict[str, bytes]]:
         """The places of all fields of the rows, as the controller knows them."""

@@ -253,9 +253,11 @@ async def test_a_second_trainer_is_refused_while_the_first_lives(server, make, t
 
 def test_the_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = {block.language: block.text for block in blocks(ROOT / "docs/how-to/frameworks.md")}
+    found = blocks(ROOT / "docs/how-to/frameworks.md")
+    text = {block.language: block.text for block in found}
+    tables = "\n".join(block.text for block in found if block.language == "toml")
     settings = BufferSettings.of(Namespace(**yaml.safe_load(text["yaml"])))
     assert settings == BufferSettings(), "the page names the defaults"
-    with server_process(tmp_path, text["toml"]) as server:
+    with server_process(tmp_path, tables) as server:
         exec(text["python"], {"ADDRESS": server.address})
     assert capsys.readouterr().out == text["text"]
