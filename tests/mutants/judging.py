@@ -209,14 +209,20 @@ class Judge:
 
     def _found(self, run: Run, planted: Path, mutated: bytes, original: bytes) -> tuple[str, str]:
         """What becomes of a mutant by one run, and by which test."""
-        for _ in range(1 + MOST_UNSOUND):
+        has_hung = False
+        for _ in range(2 + MOST_UNSOUND):
             planted.write_bytes(mutated)
             try:
                 status, failed = self._run(run)
             finally:
                 planted.write_bytes(original)
             if status == HUNG:
-                return ("hung", run.file) if self._ends(run) else ("unfinished", "")
+                if has_hung:
+                    return "hung", run.file
+                if not self._ends(run):
+                    return "unfinished", ""
+                has_hung = True  # the next run tells a mutant that hangs from a machine that was busy
+                continue
             if status in (PASSED, NOTHING_RUN):
                 return "survived", ""
             if not failed:
