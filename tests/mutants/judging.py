@@ -90,7 +90,7 @@ def judge_by_likely(mutants: Sequence[Mutant], out: Path, jobs: int, most_second
         site = sites[mutant]
         if site is None:
             return Verdict(mutant, "gone")
-        names = tests.likely(mutant.function, str(site.path.relative_to(ROOT)))
+        names = tests.likely(mutant.function, str(site.path.relative_to(ROOT)), site.line)
         runs = [Run((name,), name, tests.expected_seconds(name)) for name in names]
         reached = judge.verdict(mutant, site, runs, most_seconds, tests.note)
         return reached if reached.is_killed else replace(reached, outcome="open")

@@ -29,6 +29,9 @@ NAMED = 10.0
 """The points of the only test file that names a part of the function's name. Of n files, each has so many over √n."""
 NEAR = 2.0
 """The points for each word of the test file's path that is a word of the module's path, or of the function's name."""
+QUOTED = 30.0
+"""The points of the only test file that has three successive words of a text in the mutant's statement, such as an
+error. Of n files, each has so many over √n."""
 FEWEST_POINTS = 2.0
 """A test file with fewer is not likely to find a mutant."""
 
@@ -38,6 +41,7 @@ class _TestFile:
     """A test file, as its text shows it."""
 
     path: str
+    text: str
     words: frozenset[str]
     """The identifiers in its text."""
     modules: frozenset[str]
@@ -70,8 +74,8 @@ class LikelyTests:
         self.seconds: dict[str, float] = json.loads(SECONDS_FILE.read_text()) if SECONDS_FILE.exists() else {}
         self._lock = threading.Lock()
 
-    def likely(self, function: str, path: str) -> list[str]:
-        """The test files that may find a mutant of a function, the likeliest and quickest first."""
+    def likely(self, function: str, path: str, line: int) -> list[str]:
+        """The test files that may find a mutant in a line of a function, the likeliest and quickest first."""
         module = _module_of(ROOT / path)
         scores = {file.path: file.imports(module) for file in self.files}
         for part in function.split("."):
@@ -81,6 +85,13 @@ class LikelyTests:
         names = _words(path) | _words(function)
         for test in scores:
             scores[test] += NEAR * len(_words(test) & names)
+        quoted = dict.fromkeys(scores, 0.0)
+        for quote in _quotes(ROOT / path, line):
+            quoting = [file.path for file in self.files if quote in file.text]
+            for test in quoting:
+                quoted[test] = max(quoted[test], QUOTED / math.sqrt(len(quoting)))
+        for test, points in quoted.items():
+            scores[test] += points
 
         def order(test: str) -> float:
             return -scores[test] / (1.0 + self.expected_seconds(test))
@@ -132,6 +143,7 @@ def _test_file(
     reached = modules | by_helpers
     return _TestFile(
         path,
+        text=text,
         words=frozenset(re.findall(r"\w+", text)),
         modules=frozenset(modules),
         by_helpers=frozenset(by_helpers),
@@ -182,3 +194,16 @@ def _words(names: str) -> set[str]:
     """The words that a path or a qualified name is made of."""
     words = re.findall(r"[A-Z]?[a-z0-9]+", names)
     return {word.lower().rstrip("s") for word in words} - {"py", "test", "replay"}
+
+
+def _quotes(path: Path, line: int) -> set[str]:
+    """Three successive words each of the texts in the innermost statement around a line."""
+    tree = ast.parse(path.read_bytes())
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
+    innermost = max(around, key=lambda node: node.lineno)
+    quotes = set()
+    for node in ast.walk(innermost):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = node.value.split()
+            quotes |= {" ".join(words[start : start + 3]) for start in range(len(words) - 2)}
+    return quotes
