@@ -157,6 +157,17 @@ def test_a_store_that_is_away_is_said_once_and_what_it_lacks_follows(tmp_path, s
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
 
 
+def test_a_copier_that_has_nothing_to_copy_counts_as_healthy(tmp_path):
+    heartbeat = tmp_path / "heartbeat"
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    copying = copier(folder, str(tmp_path / "copies"), REPLAY_HEARTBEAT=str(heartbeat))
+    until(heartbeat.exists)
+    status, _, complained = ended(copying)
+    assert status == 0
+    assert complained == ""
+
+
 @pytest.mark.parametrize("address", ["s3://bucket/run", "{folder}/copies"])
 def test_what_is_there_is_copied_again_only_if_it_differs(tmp_path, store, address):
     folder, address = tmp_path / "checkpoints", address.format(folder=tmp_path)

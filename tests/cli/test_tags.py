@@ -109,3 +109,11 @@ def test_tables_shows_the_most_frequent_values_of_a_tag(replay, client):
     (line,) = [line for line in replay("tables").stdout.splitlines() if "by environment" in line]
     assert line.startswith("replay by environment: e8 2 generated, 0 lost as stale, 0 trained on; ")
     assert line.endswith("; and 3 more values")
+
+
+def test_tables_shows_all_values_of_a_tag_that_has_six(replay, client):
+    for number in range(6):
+        client.insert(b"x", {"replay": 1.0}, tags={"environment": f"e{number}"})
+    (line,) = [line for line in replay("tables").stdout.splitlines() if "by environment" in line]
+    assert line.count(" 1 generated") == 6
+    assert "more value" not in line

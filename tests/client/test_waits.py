@@ -1,12 +1,14 @@
-"""Waits: that Patience tries again until its judge gives up, and a heartbeat that cannot be written."""
+"""Waits: that Patience tries again until its judge gives up, what WaitLog logs, and a heartbeat that fails."""
 
 import asyncio
+import logging
+from types import SimpleNamespace
 
 import pytest
 
-from replay_client import AsyncReplayClient, connection
+from replay_client import AsyncReplayClient, connection, waits
 from replay_client.errors import DeadlineExceededError, InvalidRequestError, ServerBusyError, ServerUnavailableError
-from replay_client.waits import Patience, beat, try_patiently
+from replay_client.waits import Patience, WaitLog, beat, try_patiently
 from tests.client.fake_server import FakeServer
 
 
@@ -119,3 +121,18 @@ async def test_the_timeout_of_a_flush_bounds_the_whole_wait(monkeypatch):
         with pytest.raises(DeadlineExceededError):
             await writer.flush(timeout=1.0)
         await writer.close()
+
+
+def test_the_end_of_a_wait_is_logged_only_if_the_wait_was_logged(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    now = 100.0
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now))
+    log = WaitLog(every=30.0)
+    log.wait("no server")
+    now += 5.0
+    log.go_on()
+    assert caplog.messages == ["no server", "the generator goes on after 5 s"]
+    log.wait("no server again")  # the last line is less than 30 s old
+    now += 5.0
+    log.go_on()
+    assert len(caplog.messages) == 2

@@ -220,6 +220,11 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda client: client.insert(b"x", {"plain": -1.0}), InvalidRequestError, r"priority -1\.0 .*from 0 to"),
     (lambda client: client.insert(b"x", {"plain": float("nan")}), InvalidRequestError, "priority nan"),
     (lambda client: client.insert(b"x", {}), InvalidRequestError, "names no table"),
+    (
+        lambda client: client.insert(b"x", {"plain": 1.0}, tags={"level": 1.5}),
+        InvalidRequestError,
+        r"tag 'level' is 1\.5",
+    ),
     (lambda client: client.insert(b"x", {"nope": 1.0}), TableNotFoundError, "no table 'nope'; tables: rollouts, plain"),
     (lambda client: client.insert(b"x" * 1001, {"small": 1.0}), PayloadTooLargeError, "at most 1000"),
     (lambda client: client.insert(make_group(), {"fresh": 1.0}), StaleItemError, "lags 5 behind the current 5"),

@@ -462,6 +462,12 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("prompt", ["go", [5, 6]], ids=["a text", "tokens"])
+def test_a_list_with_one_prompt_means_this_prompt(prompt):
+    asked = Completions().ask({**BODIES[Completions], "prompt": [prompt]})
+    assert asked.prompt == prompt
+
+
 EVERYWHERE = (
     "n=2 best_of=3 presence_penalty=0.5 frequency_penalty=-1 repetition_penalty=1.1 length_penalty=2 "
     'min_tokens=4 logit_bias={"5":1} stop_token_ids=[5] bad_words=["x"] allowed_token_ids=[5] ignore_eos=true '

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_client import AsyncReplayClient
-from replay_client.errors import ReplayError
+from replay_client.errors import PayloadTooLargeError, ReplayError
 from replay_client.testing import PATIENCE, async_until, make_group
 from replay_generator import (
     GeneratorConfig,
@@ -238,6 +238,17 @@ async def test_a_prompt_whose_row_cannot_be_stored_is_named_and_its_permit_goes_
     with pytest.raises(PromptError, match="prompt 'odd' cannot be stored in a table: an object"):
         await generator.task
     assert await stack.counts() == Counts()
+
+
+async def test_the_prompt_of_a_rollout_that_is_too_large_for_the_server_is_named(stack, monkeypatch):
+    async def extend(*_: Any, **options: Any) -> None:
+        raise PayloadTooLargeError("9000 bytes > max_bytes 100")
+
+    monkeypatch.setattr(AsyncReplayClient, "extend", extend)
+    rows = [{"prompt": "+", "prompt_id": "long", "bonus": 0}]
+    generator = await stack.generate(Hook(0), prompts=rows)  # the others are still played when the first is stored
+    with pytest.raises(PromptError, match="prompt 'long': a rollout of its group cannot be stored: 9000 bytes"):
+        await generator.task
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,25 @@ def learn_reach(
 
 
 @app.command()
-def judge(out: Path, jobs: int = 2, first: int = 0, count: int = 400, most_seconds: float = 600.0) -> None:
-    """Plant each mutant of the sample in turn, and append what became of it to OUT."""
-    chosen = _sample()[first : first + count]
-    judging.judge(chosen, reach.known(), out, jobs, most_seconds)
+def judge(
+    out: Path,
+    likely: bool = False,
+    jobs: int = 2,
+    first: int = 0,
+    count: int = 400,
+    step: int = 1,
+    most_seconds: float = 600.0,
+) -> None:
+    """Plant each mutant of the sample in turn, or of so many from FIRST each STEPth, and append its verdict to OUT.
+
+    With --likely, the test files run that import its module or name its function: reach need not be known. Without it,
+    the tests run that reach its line. Mutants that OUT has a verdict on are left out, unless it is "open".
+    """
+    chosen = _sample()[first : first + count : step]
+    if likely:
+        judging.judge_by_likely(chosen, out, jobs, most_seconds)
+    else:
+        judging.judge_by_reach(chosen, reach.known(), out, jobs, most_seconds)
     outcomes = Counter(verdict.outcome for verdict in judging.read_verdicts(out).values())
     print(", ".join(f"{number} {outcome}" for outcome, number in outcomes.most_common()))
 

@@ -1,4 +1,4 @@
-"""Judging: plants each mutant in a copy of the repository, and runs the test files that reach its line."""
+"""Judging: plants each mutant in a copy of the repository, and runs the test files that may find it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.mutants.forking import HUNG, ForkingPytest
+from tests.mutants.likely import LikelyTests
 from tests.mutants.mutations import ROOT, Mutant, Site, find
 from tests.mutants.reach import PYTEST, WHOLE_FILE, Reach
 
@@ -28,6 +30,10 @@ START_SECONDS = 2.0
 FEWEST_SECONDS = 60.0
 MOST_TIMES = 5.0
 """Tests hang if they take longer than both: so many seconds, and so many times as long as without the mutant."""
+
+
+MOST_UNSOUND = 5
+"""How many tests of one run may fail without the mutant as well; with more, the run finds nothing."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ class Verdict:
 
     mutant: Mutant
     outcome: str
-    """"killed", "hung" (killed as well), "survived", "not reached", "gone", or "unfinished"."""
+    """"killed", "hung" (killed as well), "survived", "not reached", "gone", "unfinished", or "open": its likely test
+    files do not kill it, and no others were run."""
     by: str = ""
     """The test that failed, or the test file that hung."""
     runs: int = 0
@@ -73,22 +80,55 @@ def read_verdicts(path: Path) -> dict[Mutant, Verdict]:
     return verdicts
 
 
-def judge(mutants: Sequence[Mutant], reaches: Sequence[Reach], out: Path, jobs: int, most_seconds: float) -> None:
-    """Appends a verdict on each mutant to `out`, which may hold some already.
-
-    `most_seconds`: what one mutant may take, as its tests took without it; the rest of its tests is left out then.
-    """
+def judge_by_likely(mutants: Sequence[Mutant], out: Path, jobs: int, most_seconds: float) -> None:
+    """Appends a verdict on each mutant that `out` does not have, by the test files that import or name its function."""
+    tests = LikelyTests()
     judged = read_verdicts(out)
     sites = find(mutants)
-    waiting = [mutant for mutant in mutants if mutant not in judged]
+
+    def verdict(judge: Judge, mutant: Mutant) -> Verdict:
+        site = sites[mutant]
+        if site is None:
+            return Verdict(mutant, "gone")
+        names = tests.likely(mutant.function, str(site.path.relative_to(ROOT)), site.line)
+        runs = [Run((name,), name, tests.expected_seconds(name)) for name in names]
+        reached = judge.verdict(mutant, site, runs, most_seconds, tests.note)
+        return reached if reached.is_killed else replace(reached, outcome="open")
+
+    _judge([mutant for mutant in mutants if mutant not in judged], verdict, out, jobs)
+
+
+def judge_by_reach(
+    mutants: Sequence[Mutant], reaches: Sequence[Reach], out: Path, jobs: int, most_seconds: float
+) -> None:
+    """Appends a verdict on each mutant that is not in `out`, or open there, by the tests that reach its line."""
+    judged = read_verdicts(out)
+    sites = find(mutants)
     usable = [reach for reach in reaches if reach.status in (PASSED, NOTHING_RUN)]
+
+    def verdict(judge: Judge, mutant: Mutant) -> Verdict:
+        site = sites[mutant]
+        if site is None:
+            return Verdict(mutant, "gone")
+        runs = runs_for(str(site.path.relative_to(ROOT)), site.line, usable)
+        if not runs:
+            return Verdict(mutant, "not reached")
+        return judge.verdict(mutant, site, runs, most_seconds)
+
+    _judge(
+        [mutant for mutant in mutants if mutant not in judged or judged[mutant].outcome == "open"], verdict, out, jobs
+    )
+
+
+def _judge(mutants: Sequence[Mutant], verdict_on: Callable[[Judge, Mutant], Verdict], out: Path, jobs: int) -> None:
+    """Appends the verdicts on mutants to a file, each by a judge that has nothing else to do."""
     lock = threading.Lock()
     with _judges(jobs) as free:
 
         def one(mutant: Mutant) -> None:
             judge = free.get()
             try:
-                verdict = judge.verdict(mutant, sites[mutant], usable, most_seconds)
+                verdict = verdict_on(judge, mutant)
             finally:
                 free.put(judge)
             with lock, out.open("a") as file:
@@ -96,7 +136,7 @@ def judge(mutants: Sequence[Mutant], reaches: Sequence[Reach], out: Path, jobs: 
             print(f"{verdict.outcome}: {mutant.path} {mutant.function}: {mutant.kind} {mutant.piece!r:.80}", flush=True)
 
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(one, waiting))
+            list(pool.map(one, mutants))
 
 
 def runs_for(path: str, line: int, reaches: Sequence[Reach]) -> list[Run]:
@@ -131,15 +171,21 @@ class Judge:
     def close(self) -> None:
         self._pytest.close()
 
-    def verdict(self, mutant: Mutant, site: Site | None, reaches: Sequence[Reach], most_seconds: float) -> Verdict:
-        if site is None:
-            return Verdict(mutant, "gone")
-        path = str(site.path.relative_to(ROOT))
-        runs = runs_for(path, site.line, reaches)
-        if not runs:
-            return Verdict(mutant, "not reached")
+    def verdict(
+        self,
+        mutant: Mutant,
+        site: Site,
+        runs: Sequence[Run],
+        most_seconds: float,
+        note: Callable[[str, float], None] | None = None,
+    ) -> Verdict:
+        """What becomes of a mutant by so many runs.
+
+        `most_seconds`: what all of them may take; those that would take longer are left out. `note`: hears how long a
+        test file took that passed.
+        """
         original = site.path.read_bytes()
-        planted = self.folder / path
+        planted = self.folder / site.path.relative_to(ROOT)
         mutated = site.planted(original)
         spent = 0.0
         left_out = False
@@ -148,31 +194,68 @@ class Judge:
             if done and spent + run.seconds > most_seconds:
                 left_out = True
                 continue
-            spent += run.seconds
             done += 1
+            began = time.monotonic()
+            outcome, by = self._found(run, planted, mutated, original)
+            seconds = time.monotonic() - began
+            spent += seconds
+            if outcome in ("killed", "hung"):
+                return Verdict(mutant, outcome, by, done)
+            if outcome == "unfinished":
+                left_out = True
+            elif note is not None:
+                note(run.file, seconds)
+        return Verdict(mutant, "unfinished" if left_out else "survived", runs=done)
+
+    def _found(self, run: Run, planted: Path, mutated: bytes, original: bytes) -> tuple[str, str]:
+        """What becomes of a mutant by one run, and by which test."""
+        has_hung = False
+        for _ in range(2 + MOST_UNSOUND):
             planted.write_bytes(mutated)
             try:
                 status, failed = self._run(run)
             finally:
                 planted.write_bytes(original)
             if status == HUNG:
-                return Verdict(mutant, "hung", run.file, done)
-            if status not in (PASSED, NOTHING_RUN) and self._is_sound(failed):
-                return Verdict(mutant, "killed", failed or run.file, done)
-        return Verdict(mutant, "unfinished" if left_out else "survived", runs=done)
+                if has_hung:
+                    return "hung", run.file
+                if not self._ends(run):
+                    return "unfinished", ""
+                has_hung = True  # the next run tells a mutant that hangs from a machine that was busy
+                continue
+            if status in (PASSED, NOTHING_RUN):
+                return "survived", ""
+            if not failed:
+                return ("killed", run.file) if self._is_collected(run) else ("unfinished", "")
+            if self._is_sound(failed):
+                return "killed", failed
+            # The next run leaves this test out: the tests after it may find the mutant.
+        return "unfinished", ""
+
+    def _ends(self, run: Run) -> bool:
+        """Whether a run that hung ends in its time without a mutant."""
+        status, _ = self._run(run)
+        return status != HUNG
+
+    def _is_collected(self, run: Run) -> bool:
+        """Whether a file whose run ended before a test failed can be imported without a mutant."""
+        status, _ = self._pytest.run([*PYTEST, "--collect-only", run.file], FEWEST_SECONDS)
+        return status == PASSED
 
     def _is_sound(self, test: str) -> bool:
-        """Whether a test that failed passes without a mutant. Unknown test: pytest ended before it ran one."""
-        if test and test not in self._sound:
+        """Whether a test that failed passes without a mutant."""
+        if test not in self._sound:
             status, _ = self._pytest.run([*PYTEST, test], MOST_TIMES * FEWEST_SECONDS)
             self._sound[test] = status == PASSED
-        return self._sound.get(test, True)
+        return self._sound[test]
 
     def _run(self, run: Run) -> tuple[int, str]:
         seconds = max(FEWEST_SECONDS, MOST_TIMES * run.seconds)
-        status, failed = self._pytest.run([*PYTEST, *run.arguments], seconds)
+        unsound = [test for test, is_sound in self._sound.items() if not is_sound]
+        left_out = [f"--deselect={test}" for test in unsound if test.startswith(run.file)]
+        status, failed = self._pytest.run([*PYTEST, *left_out, *run.arguments], seconds)
         if status == NO_SUCH_TEST:  # a module that cannot be imported has no tests, and an id may differ
-            return self._pytest.run([*PYTEST, run.file], seconds)
+            return self._pytest.run([*PYTEST, *left_out, run.file], seconds)
         return status, failed
 
 

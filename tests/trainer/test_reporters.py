@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from replay_trainer import GRPOConfig, callbacks
+from replay_trainer.metrics import read_metrics
 from tests.kit.clients import FakeClient
 from tests.kit.processes import fails
 from tests.kit.trainers import lines_of, make_batches, make_trainer
@@ -160,3 +161,10 @@ def test_the_command_line_takes_the_name_of_a_reporter(tmp_path):
         "train", "--model", str(tmp_path), "--output-dir", str(tmp_path / "run"), "--set", "report_to=wand", status=2
     )
     assert "report_to.0 must be 'tensorboard' or 'wandb', not 'wand'" in said
+
+
+def test_a_file_without_metrics_has_no_lines_and_an_unfinished_line_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+    path.write_text('{"step": 1}\n{"st')
+    assert read_metrics(path) == [{"step": 1}]

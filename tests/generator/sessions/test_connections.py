@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import ssl
 import subprocess
 import sys
@@ -72,6 +73,19 @@ async def test_half_a_request_is_closed(half, monkeypatch):
         got = await ended(reader)
         writer.close()
     assert got.count(b"HTTP/1.1 ") <= 2
+
+
+async def test_a_server_listens_at_all_addresses_of_a_name_with_one_port(monkeypatch):
+    async def two_addresses(host: str, port: int, **options: Any) -> list[Any]:
+        assert host == "trainer"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{number}", port)) for number in (1, 2)]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two_addresses)
+    async with SessionServer("trainer") as server, httpx.AsyncClient() as client:
+        port = httpx.URL(server.base_url).port
+        for number in (1, 2):
+            answered = await client.get(f"http://127.0.0.{number}:{port}/x")
+            assert answered.status_code == 404
 
 
 async def test_a_request_that_comes_byte_by_byte_is_closed(monkeypatch):

@@ -201,6 +201,14 @@ def test_a_uniform_remover_takes_the_new_item_as_often_as_any_other():
     assert 850 < bench.table().counters.evicted_on_arrival < 1150  # a quarter of 4000, give or take five deviations
 
 
+def test_a_sample_that_waits_draws_the_first_row_of_an_insert_although_the_second_ranks_higher():
+    bench = Bench(table(sampler="lifo"))
+    waiting = bench.sample()
+    bench.buffer.insert(rows_of([1, 2], {"t": 1.0}), math.inf)
+    _, batch = waiting.result()
+    assert batch.keys.tolist() == [1]
+
+
 def test_a_row_that_waited_and_leaves_at_once_is_reported_too():
     limiter = {"type": "sample_to_insert_ratio", "samples_per_insert": 1.0, "min_size": 1, "error_buffer": [-9, 2]}
     bench = Bench(table(remover="min_heap", max_size=2, rate_limiter=limiter))

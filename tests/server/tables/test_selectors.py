@@ -69,6 +69,18 @@ def test_heaps_name_the_first_of_many_in_order_after_churn(kind, sign, n):
     assert pool.select(n) == expected[:n]
 
 
+@pytest.mark.parametrize(("kind", "sign"), [("min_heap", 1), ("max_heap", -1)])
+def test_heaps_name_the_first_after_each_change_of_one_of_few_priorities(kind, sign):
+    rng = np.random.default_rng(1)
+    pool = filled(kind, *rng.integers(4, size=64).tolist())  # as many as a tree has leaves at first
+    columns = pool.columns
+    slots = slots_of(columns)
+    for _ in range(500):
+        pool.update(**{f"k{rng.integers(64)}": float(rng.integers(4))})
+        first = min(slots, key=lambda key: (sign * columns.priority[slots[key]], columns.order[slots[key]]))
+        assert pool.select(1) == [first]
+
+
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     """z-score of the chi-square statistic (normal approximation: mean k, variance 2 k)."""
     expected = counts.sum() * probabilities
