@@ -151,7 +151,7 @@ def test_a_put_waits_while_the_table_is_full_and_says_why(caplog: pytest.LogCapt
         rows._requests.log.wait = lambda reason, **more: (waiting(reason, **more), clear_when_waiting())[0]
         assert len(rows.put([b"two"])) == 1
     assert cleared
-    assert "TransferQueue waits for the table 'tq'" in caplog.text
+    assert "TransferQueue waits: tq: inserting blocked" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class RowTable:
         """Writers that no thread uses. A new one costs a stream and a ring of shared memory."""
         self._mark: Mark | None = None
         """The newest mark that this process has seen. It is the newest of all for as long as it is there."""
-        self._requests = PatientRequests(f"TransferQueue's table {table!r} of {client.address}")
+        self._requests = PatientRequests("TransferQueue")
         self._reach = self._requests.reach
         config = json.loads(client.server_info(tables=[table]).tables[table].config)
         why = _why_unsafe(config)
