@@ -56,6 +56,7 @@ MISTAKES = {
     "a field of a table": {"serve.tables": [QUEUE, POOL | {"max_sizes": 3}]},
     "a table in one bracket": {"serve.tables": QUEUE},
     "a field of the client": {"client.tokenfile": "x"},
+    "a number for the client": {"client.token_file": 3},
     # What is derived.
     "the model of a section": {"generate.model": "x"},
     "wait_for_policy": {"generate.wait_for_policy": True},

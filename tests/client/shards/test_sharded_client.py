@@ -532,6 +532,19 @@ async def test_the_share_of_a_shard_in_versions_that_it_missed_is_granted_once(m
         assert await capacity() == 14 + 3 * 7
 
 
+async def test_a_draw_that_a_shard_refuses_raises_an_error_of_this_package(service, monkeypatch):
+    def refuse(*_):
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(failure(grpc.StatusCode.INVALID_ARGUMENT, "no such draw"))
+        return future
+
+    async with AsyncReplayClient(service.addresses, timeout=30.0) as client:
+        await client.insert(b"x", {"queue": 1.0})
+        monkeypatch.setattr(DrawStream, "draw", refuse)
+        with pytest.raises(InvalidRequestError, match="no such draw"):
+            await client.sample("queue", 1)
+
+
 def test_a_sampler_goes_on_when_a_shard_dies_with_a_part_of_its_batch(service, client):
     insert_many(client, "queue", 60)
     with client.sampler("queue", batch_size=6, prefetch=2, timeout=20.0) as sampler:

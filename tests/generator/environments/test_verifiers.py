@@ -312,6 +312,12 @@ def test_an_environment_that_cannot_work_is_refused_in_one_line(name, args, word
     assert "\n" not in str(raised.value)
 
 
+def test_an_environment_without_tasks_is_refused():
+    environment = make_environment("sums", taskset={"largest": -1})
+    with pytest.raises(ValueError, match="environment 'verifiers:sums' has no tasks"):
+        environment.prompts(0)
+
+
 # ---------------------------------------------------------------------------------- what its address tells and bounds
 
 
