@@ -39,6 +39,11 @@ RAY_GAVE_UP = "The current node timed out during startup"
 """Ray's words for a node that did not start in time."""
 MOST_TRIES = 5
 """The most times that Ray is started until it runs."""
+TABLE = """
+server.data_dir = "{folder}/data"
+tables = [{ name = "finished", max_size = 8192 }]
+"""
+"""The configuration of the server."""
 LONGEST = 3600.0
 """Seconds until a start that does not reach its step counts as hung."""
 
@@ -47,6 +52,10 @@ LONGEST = 3600.0
 class Ledger:
     """What became of the groups of a run."""
 
+    mode: str
+    """verl's `trainer.v1.trainer_mode`."""
+    steps: int
+    """The steps of the run."""
     kills: int = 0
     acknowledged_groups: int = 0
     """The groups that the server had acknowledged at a kill, and that the checkpoint lacked; of all kills."""
@@ -107,6 +116,7 @@ class Start:
         """`variables`: more of its environment."""
         self.number = number
         self.folder = folder
+        self.launched = time.time()
         self._mark = f"REPLAY_TEST_RUN={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         paths = os.pathsep.join(str(ROOT / name) for name in ("", "client", "trainer", "protos"))
@@ -114,7 +124,9 @@ class Start:
             "PYTHONPATH": paths,
             "REPLAY_TEST_START": str(number),
             "RAY_AUTH_MODE": "disabled",
-            "RAY_raylet_start_wait_time_s": "90",  # where others are busy, Ray starts late
+            # Where others are busy, Ray starts late, and its workers, whose nice value is 15 by default, get no time.
+            "RAY_raylet_start_wait_time_s": "90",
+            "RAY_worker_niceness": "0",
             name: value,
             **variables,
         }
@@ -231,7 +243,7 @@ def kill_and_resume(
 ) -> Ledger:
     """Runs verl to its end with this many kills, at random moments, and says what became of its groups."""
     draw = random.Random(seed)
-    ledger = Ledger()
+    ledger = Ledger(mode, steps)
     acknowledged: list[dict[Occurrence, int]] = []
     with ReplayClient(address) as client:
         for number in range(kills + 1):

@@ -26,6 +26,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.replica import TokenOutput
@@ -165,8 +166,16 @@ class SyncTrainer(Scripted, PPOTrainerSync):
     """verl's synchronous trainer."""
 
 
-class AsyncTrainer(Scripted, PPOTrainerSeparateAsync):
+class ColocateAsyncTrainer(Scripted, PPOTrainerColocateAsync):
+    """verl's asynchronous trainer whose engines generate and train in turn."""
+
+
+class SeparateAsyncTrainer(Scripted, PPOTrainerSeparateAsync):
     """verl's asynchronous trainer with engines of its own for generation."""
+
+
+TRAINERS = {"sync": SyncTrainer, "colocate_async": ColocateAsyncTrainer, "separate_async": SeparateAsyncTrainer}
+"""By `trainer.v1.trainer_mode`: the trainer."""
 
 
 class LoggedLoop(RecoveringAgentLoop):
@@ -224,6 +233,8 @@ def configuration(folder: Path, address: str, mode: str, steps: int) -> DictConf
         "trainer.default_local_dir": folder / "checkpoints",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     }
+    if mode == "colocate_async":
+        settings["trainer.v1.colocate_async.num_warmup_batches"] = 2
     if mode == "separate_async":
         settings |= {
             "trainer.v1.separate_async.parameter_sync_step": 1,
@@ -252,7 +263,7 @@ def main(folder: Path, address: str, mode: str, steps: int) -> None:
     # From here on as verl's main_ppo does, in this process.
     config.transfer_queue.enable = True
     tq.init(config.transfer_queue)
-    trainer = {"sync": SyncTrainer, "separate_async": AsyncTrainer}[mode](config=config)
+    trainer = TRAINERS[mode](config=config)
     trainer.init()
     loop_class = AgentLoopManagerTQ if address == "none" else LoggedLoop
     loop = loop_class.create(

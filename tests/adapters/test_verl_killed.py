@@ -11,37 +11,35 @@ from collections.abc import Iterator
 import pytest
 
 from replay_client.testing import until
-from tests.adapters.killed_verl import BATCH, LONGEST, PROMPTS, Ledger, begin, kill_and_resume, prepare
+from tests.adapters.killed_verl import BATCH, LONGEST, PROMPTS, TABLE, Ledger, begin, kill_and_resume, prepare
 from tests.adapters.test_verl import python_with_verl
 from tests.kit.processes import server_process
 
 # The limit is a guard against hanging: each start imports verl in four processes, and some starts come late.
 pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
-STEPS, KILLS = 40, 10
-TABLE = """
-server.data_dir = "{folder}/data"
-tables = [{ name = "finished", max_size = 8192 }]
-"""
+RUNS = {"sync": (40, 10), "separate_async": (40, 10), "colocate_async": (12, 3)}
+"""By `trainer.v1.trainer_mode`: the steps and the kills of a run."""
 
 
-@pytest.fixture(scope="module", params=["sync", "separate_async"])
+@pytest.fixture(scope="module", params=RUNS)
 def ledger(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ledger]:
-    """What became of the groups of a run that was killed KILLS times."""
+    """What became of the groups of a run that was killed again and again."""
     python = python_with_verl()
     folder = tmp_path_factory.mktemp(request.param)
     prepare(folder)
+    steps, kills = RUNS[request.param]
     with server_process(folder, TABLE) as server:
-        yield kill_and_resume(python, folder, server.address, request.param, STEPS, KILLS)
+        yield kill_and_resume(python, folder, server.address, request.param, steps, kills)
 
 
 def test_no_finished_group_is_generated_again(ledger):
-    assert ledger.kills == KILLS
+    assert (ledger.steps, ledger.kills) == RUNS[ledger.mode]
     assert ledger.found_groups > 0
     assert ledger.tokens_again <= 0.02 * ledger.acknowledged_tokens
 
 
 def test_each_fetch_of_a_prompt_is_trained_on_once(ledger):
-    assert len(ledger.trained) == STEPS * BATCH
+    assert len(ledger.trained) == ledger.steps * BATCH
     assert ledger.trained_twice() == []
     uids = [uid for uid, _ in ledger.fetched]
     trained = [uid for _, uid, _ in ledger.trained]
