@@ -17,8 +17,8 @@ from pathlib import Path
 from tests.mutants.mutations import PACKAGES, ROOT, sources
 from tests.mutants.reach import FOLDER, test_files
 
-SECONDS_FILE = FOLDER / "seconds.json"
-"""How long each test file took when it was run last: learned while judging, and of use for the order only."""
+SECONDS_FILE = FOLDER / "seconds"
+"""How long each test file took when it was run last, as JSON: learned while judging, and of use for the order only."""
 UNKNOWN_SECONDS = 8.0
 """What a test file is taken to need that was never run."""
 IMPORTED = 8.0

@@ -19,6 +19,7 @@ from replay_generator.engines.transformers import TransformersEngine
 from replay_generator.engines.weights import Probe
 from replay_server import ReplayServer
 from replay_server.config import DEFAULT_TABLES
+from replay_trainer.weights import WholeModel
 from tests.kit.clients import FakeClient
 from tests.kit.models import make_model
 from tests.kit.models import save_model as make_folder
@@ -219,3 +220,10 @@ def test_replay_train_publishes_the_file_and_so_does_its_resume(tmp_path):
     contents = files(tmp_path / "run")
     assert "step-2" in contents
     assert set(contents.values()) == {A_TEMPERATURE}
+
+
+def test_a_model_that_cannot_generate_is_saved_without_the_file(tmp_path):
+    body = make_model().model  # has no head
+    WholeModel(body).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    assert not (tmp_path / NAME).exists()

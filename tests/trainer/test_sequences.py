@@ -97,6 +97,17 @@ def assert_same_gradient(ours: Any, theirs: Any) -> None:
     assert ours[1] == pytest.approx(theirs[1], rel=1e-4, abs=1e-6, nan_ok=True)
 
 
+@pytest.mark.parametrize("objective", ["decoupled", "bypass_reinforce"])
+def test_a_step_with_normalized_weights_keeps_the_old_logprobs_that_it_was_given(tmp_path, objective):
+    correction = CorrectionConfig(objective=objective, batch_normalize=True)
+    config = GRPOConfig(output_dir=tmp_path, device="cpu", correction=correction)
+    passes = Passes(model_of(0), None, None, config, Ranks("cpu"), partitioned=False)
+    batch = to_batch(FLAT)
+    given_BT = torch.full_like(batch.rollout_logprobs_BT, -2.0)
+    old_BT, _, _ = passes.backward(batch, given_BT)
+    assert torch.equal(old_BT, given_BT)
+
+
 @pytest.mark.parametrize("size", [1, 1000], ids=["a row at a time", "all rows at once"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_rollouts_in_pieces_have_the_loss_and_the_gradient_of_rollouts_in_one_sequence(tmp_path, objective, size):

@@ -452,3 +452,10 @@ def test_a_compressed_message_counts_as_large_as_it_becomes(compression):
         with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
             insert(stub, 17 * MB)
         assert insert(stub, MB).decided == 1
+
+
+async def test_a_call_that_its_client_cancels_ends_as_cancelled():
+    calls = limits.OpenCalls(LimitsConfig())
+    with pytest.raises(asyncio.CancelledError), calls.counted("Get", endless=False):
+        raise asyncio.CancelledError
+    assert calls.open["Get"] == 0
