@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
 from replay_client.aio import AsyncReplayClient
 from replay_client.columns import Buffer
 from replay_client.connection import DEFAULT, Timeout
-from replay_client.errors import ReplayError, ServerClosedError
+from replay_client.errors import ClientClosedError, ReplayError, ServerClosedError
 from replay_client.lease_renewer import AsyncLeaseRenewer
 from replay_client.records import PermitGrant, Policy, Sample
 from replay_client.requests import Item
@@ -452,14 +452,14 @@ class LoopThread:
         _running.add(self)
 
     def check(self) -> None:
-        """Raises RuntimeError after a fork, and ServerClosedError after `close`."""
+        """Raises RuntimeError after a fork, and ClientClosedError after `close`."""
         if self._forks_before != forks():
             raise RuntimeError(
                 "this ReplayClient was made before a fork and does not work after it; make one in each process"
             )
         if self._closed:
             _end_daemon_thread()
-            raise ServerClosedError("this client is closed")
+            raise ClientClosedError("this client is closed")
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` on the loop and returns its result.
@@ -478,10 +478,10 @@ class LoopThread:
         try:
             return _Call(work, self.loop).result()
         except asyncio.CancelledError:
-            raise ServerClosedError("this client was closed while the call waited") from None
+            raise ClientClosedError("this client was closed while the call waited") from None
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Runs `last`, ends the calls of other threads with ServerClosedError, and stops the loop.
+        """Runs `last`, ends the calls of other threads with ClientClosedError, and stops the loop.
 
         Does nothing if this object is closed already, or after a fork.
         """

@@ -14,10 +14,10 @@ from replay_client.access import TLS, Access
 from replay_client.errors import (
     GONE,
     AuthenticationError,
+    ClientClosedError,
     DeadlineExceededError,
     InvalidRequestError,
     ReplayError,
-    ServerClosedError,
     ServerUnavailableError,
     error_of,
 )
@@ -101,12 +101,12 @@ class Connection:
     def transport(self) -> Transport:
         """The transport to the server. It sends each call once, without retries.
 
-        Raises ServerClosedError after `close`, and RuntimeError after a fork.
+        Raises ClientClosedError after `close`, and RuntimeError after a fork.
         """
         # A transport belongs to the event loop that runs when the transport is made. So it is made at the first use.
         if self._transport is None:
             if self._closed:
-                raise ServerClosedError("this client is closed")
+                raise ClientClosedError("this client is closed")
             check_grpc()
             self._transport = open_transport(self.access)
             self._forks_when_made = forks()
@@ -149,7 +149,7 @@ class Connection:
 
             `Patience` calls this after each attempt that failed. `late`: no time is left for another attempt.
             """
-            if not isinstance(error, grpc.aio.AioRpcError):  # an error of this client, such as ServerClosedError
+            if not isinstance(error, grpc.aio.AioRpcError):  # an error of this client, such as ClientClosedError
                 raise error
             details = error.details() or ""
             remedy = _tls_remedy(details, self.access.tls)

@@ -107,6 +107,12 @@ class ServerClosedError(ReplayError):
     code = grpc.StatusCode.ABORTED
 
 
+class ClientClosedError(ServerClosedError):
+    """This client was closed. Another attempt with it cannot help."""
+
+    reason = "client-closed"  # no server sends it
+
+
 class ShardDrainingError(ServerClosedError):
     """The server takes no new items, because it is being emptied before it stops. It did not store this item.
 

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from replay_adapters.leased_table import LeasedTable
+from replay_adapters.patient_requests import PatientRequests
+from replay_client import ReplayClient
+from replay_client.errors import ClientClosedError
 from replay_client.testing import until
 from replay_server import ReplayServer, TableConfig
 from tests.kit.clocks import in_a_thread
@@ -46,3 +49,13 @@ def test_a_request_that_misses_its_deadline_again_and_again_is_logged(table, say
     until(lambda: says("the reader waits: rollouts: sampling blocked"))
     table.client.insert(b"x", {"rollouts": 1.0})
     assert len(sampling.result(60)) == 1
+
+
+def test_a_request_ends_when_the_client_is_closed(says):
+    with ReplayServer(TABLES, port=0) as server, ReplayClient(server.address) as client:
+        requests = PatientRequests("the reader")
+        sampling = in_a_thread(requests.reach, partial(client.sample, "rollouts", 1, timeout=0.1))
+        until(lambda: says("the reader waits"))
+        client.close()
+        with pytest.raises(ClientClosedError):
+            sampling.result(60)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from replay_adapters.group_pool import AWAY
-from replay_client.errors import GONE, DeadlineExceededError, TableFullError
+from replay_client.errors import GONE, ClientClosedError, DeadlineExceededError, TableFullError
 from replay_client.waits import WaitLog, try_patiently
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class PatientRequests:
         """Returns the result of `attempt`, which is repeated without limit while the table is full or the server is
         away.
 
-        Raises any other error at once, and every error after `close`.
+        Raises any other error at once, and every error after `close` or after the client was closed.
         """
         # `try_patiently` calls `pause_or_raise` after each failed attempt. That method already pauses, so
         # `try_patiently` itself must not: a first pause of 0 seconds, doubled after each attempt, stays 0.
@@ -55,7 +55,7 @@ class PatientRequests:
         Raises `error` if a further attempt cannot succeed, and raises every error after `close`. `try_patiently` passes
         a second argument, which says whether the time is up. It is ignored, because the attempts have no time limit.
         """
-        if self.closed:
+        if self.closed or isinstance(error, ClientClosedError):
             raise error
         if not isinstance(error, LATER):
             raise error

@@ -29,9 +29,9 @@ from replay_client.access import RAY_SCHEME, Access, split_addresses
 from replay_client.connection import LATE_SECONDS, Connection
 from replay_client.errors import (
     GONE,
+    ClientClosedError,
     DeadlineExceededError,
     ReplayError,
-    ServerClosedError,
     ServerUnavailableError,
 )
 from replay_client.records import ItemPage, item_page_of
@@ -300,7 +300,7 @@ class Fleet:
         return None
 
     def connect(self) -> None:
-        """Begins to connect to all shards, on the running event loop. Raises ServerClosedError after `close`."""
+        """Begins to connect to all shards, on the running event loop. Raises ClientClosedError after `close`."""
         self._check_open()
         for shard in self.shards:
             shard.watch()
@@ -308,9 +308,9 @@ class Fleet:
             self._following = asyncio.create_task(self._follow(self._names))
 
     def _check_open(self) -> None:
-        """Raises ServerClosedError after `close`."""
+        """Raises ClientClosedError after `close`."""
         if self._closed:
-            raise ServerClosedError("this client is closed")
+            raise ClientClosedError("this client is closed")
 
     @property
     def decided(self) -> bool:
@@ -336,7 +336,7 @@ class Fleet:
     async def _changes(self, deadline: Deadline) -> bool:
         """Waits until a shard becomes reachable or unreachable. Returns False if the deadline passes first.
 
-        Raises ServerClosedError if the client is closed meanwhile.
+        Raises ClientClosedError if the client is closed meanwhile.
         """
         try:
             async with asyncio.timeout(deadline.seconds):
