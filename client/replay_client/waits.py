@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import grpc
 
-from replay_client.errors import DeadlineExceededError, ReplayError
+from replay_client.errors import ClientClosedError, DeadlineExceededError, ReplayError
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +266,9 @@ class Patience:
 
     async def pause_or_raise(self, error: Exception) -> None:
         """Calls `judge` with the error of a failed attempt, and then waits until the next attempt. Raises what `judge`
-        raises."""
+        raises, and a ClientClosedError at once."""
+        if isinstance(error, ClientClosedError):  # no attempt with a closed client can succeed
+            raise error
         deadline = self._deadline or self.start()  # the first failure begins the timeout, unless `start` has begun it
         left = deadline.seconds
         is_late = left is not None and left <= self._pause  # the time would be up before the next attempt

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from replay_client import AsyncReplayClient, connection, waits
-from replay_client.errors import DeadlineExceededError, InvalidRequestError, ServerBusyError, ServerUnavailableError
+from replay_client.errors import (
+    ClientClosedError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    ServerBusyError,
+    ServerUnavailableError,
+)
 from replay_client.waits import Patience, WaitLog, beat, try_patiently
 from tests.client.fake_server import FakeServer
 
@@ -39,6 +45,21 @@ async def test_an_attempt_is_made_again_until_it_succeeds_or_the_judge_gives_up(
     with pytest.raises(InvalidRequestError):
         await patience.result(attempt)
     assert told == [(ServerBusyError, False), (DeadlineExceededError, False), (InvalidRequestError, False)]
+
+
+async def test_no_attempt_with_a_closed_client_is_made_again_whatever_the_judge_says():
+    async def judge_that_never_gives_up(error, late):
+        pass
+
+    attempts = []
+
+    async def attempt():
+        attempts.append("one")
+        raise ClientClosedError("this client is closed")
+
+    with pytest.raises(ClientClosedError):
+        await asyncio.wait_for(Patience(judge_that_never_gives_up).result(attempt), 10)
+    assert attempts == ["one"]
 
 
 async def test_the_judge_hears_that_there_is_no_time_for_another_attempt():

@@ -137,7 +137,7 @@ class _WithPool:
         self._token_axes = _columns_of_tokens({name: values[name] for name in self._tensors}, values)
         groups = {}
         for uid, group_keys in keys.items():
-            has_images = any(_plain(values["multi_modal_inputs"][key]) for key in group_keys)
+            has_images = any(plain_value(values["multi_modal_inputs"][key]) for key in group_keys)
             if not has_images:
                 groups[uid] = self._group(group_keys, values, version)
         return keys, groups
@@ -231,7 +231,7 @@ class _WithPool:
                 continue
             # A row that is added to a session takes all other columns from the first row of the session.
             columns = tq.kv_batch_get(keys=[first_key], partition_id=batch.partition_id)
-            first_row = {name: _plain(columns[name][0]) for name in columns.keys()}  # noqa: SIM118
+            first_row = {name: plain_value(columns[name][0]) for name in columns.keys()}  # noqa: SIM118
             self._put(batch, {key: first_row | row}, tags)
         self._put(batch, rows, tags)
         removed = [key for key in keys if key not in new_keys]
@@ -368,7 +368,7 @@ def _filtering(sampler_kwargs: Any, is_async: bool) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """The value in a column. tensordict wraps some values that are no tensors."""
     # Other values have an attribute `data` too: that of a number of numpy is its memory.
     return value.data if isinstance(value, NonTensorData) else value

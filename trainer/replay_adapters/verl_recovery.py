@@ -30,6 +30,7 @@ import torch
 
 from replay_adapters.hooks import hooks_of
 from replay_adapters.occurrences import Fetch, Occurrence, OccurrenceGroups, Recovery
+from replay_adapters.verl import plain_value
 from replay_adapters.verl_rows import StoredRows, digest, group_of, rows_of
 from replay_client import ReplayClient
 from replay_client.settings import Seconds, Whole, settings
@@ -43,7 +44,7 @@ with hooks_of("verl: agent loop"):
     from verl.trainer.ppo.v1 import agent_loop_tq
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
     from verl.utils.import_utils import load_class_from_fqn
-    from verl.utils.tensordict_utils import NonTensorData, assign_non_tensor_stack, list_of_dict_to_tensordict
+    from verl.utils.tensordict_utils import assign_non_tensor_stack, list_of_dict_to_tensordict
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ class RecoveringAgentLoop(AgentLoopManagerTQ):  # type: ignore[misc]  # verl has
         tags = _tags()
         _clear_orphans(tags)
         restored = _occurrences(tags)
-        checkpoint = int(_plain(step)) - 1  # verl counts steps from 1
+        checkpoint = int(plain_value(step)) - 1  # verl counts steps from 1
         recovery = Recovery(self._groups, checkpoint, restored)
         logger.warning("resumed from step %d: %d finished groups are on the server", checkpoint, len(self._groups.held))
         return recovery
@@ -324,7 +325,7 @@ class _StoringQueue:
             uid, _, rest = key.partition("_")
             group = self.open.get(uid)
             if group is not None:
-                group.stored.rows[rest] = {name: _plain(columns[name][i]) for name in columns.keys()}  # noqa: SIM118
+                group.stored.rows[rest] = {name: plain_value(columns[name][i]) for name in columns.keys()}  # noqa: SIM118
                 group.stored.tags[rest] = dict(tags[i])
         return result
 
@@ -336,11 +337,6 @@ class _StoringQueue:
             if group is not None and status == "finished":
                 await self._worker.store(group)
         return await tq.async_kv_put(key=key, partition_id=partition_id, **put)
-
-
-def _plain(value: Any) -> Any:
-    """The value in a column. tensordict wraps some values that are no tensors."""
-    return value.data if isinstance(value, NonTensorData) else value
 
 
 class RecoveringWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # type: ignore[misc]
