@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,10 +199,17 @@ class LoggedLoop(RecoveringAgentLoop):
         return recovery
 
 
-def configuration(folder: Path, address: str, mode: str, steps: int) -> DictConfig:
-    """verl's configuration of the run."""
+def configuration(
+    folder: Path,
+    address: str,
+    mode: str,
+    steps: int,
+    agent: type = ScriptedAgent,
+    more: Mapping[str, Any] | None = None,
+) -> DictConfig:
+    """verl's configuration of the run. `more`: settings that replace those of this function."""
     agents = folder / "agents.yaml"
-    agents.write_text(f"- name: scripted\n  _target_: {ScriptedAgent.__module__}.{ScriptedAgent.__qualname__}\n")
+    agents.write_text(f"- name: scripted\n  _target_: {agent.__module__}.{agent.__qualname__}\n")
     settings = {
         "actor_rollout_ref.model.path": folder / "model",
         "actor_rollout_ref.rollout.name": "vllm",
@@ -252,6 +260,7 @@ def configuration(folder: Path, address: str, mode: str, steps: int) -> DictConf
             "+actor_rollout_ref.rollout.custom.replay.timeout": os.environ.get("REPLAY_TEST_TIMEOUT", "60"),
             "trainer.checkpoint_callback_class": "replay_adapters.verl_recovery.RecoveringCheckpoints",
         }
+    settings |= more or {}
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=[f"{name}={value}" for name, value in settings.items()])
 
