@@ -4,11 +4,14 @@
 #   make demo DEMO_ARGS="--max-steps 50"   arguments of `python -m examples.demo`; "--task tools" trains with a tool, in two turns
 #   TORCH_INDEX=... make demo          where torch for CPUs comes from: the address of PyTorch's own index of CPU builds
 
+# Images of containers often set it. Each process of the tests would then compile all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 ENGINE ?= vllm
 DEMO_ARGS ?=
 TEST_ARGS ?=
-TEST_JOBS ?= 3
+TEST_JOBS ?= 4
 BENCH_ARGS ?=
 IMAGES ?=
 BENCH_PYTHON ?= $(shell python3 benchmarks/interpreter.py)

@@ -24,7 +24,7 @@ MEASURED = Path(__file__).with_name("long_seconds.json")
 UNKNOWN_SECONDS = 60.0
 """What a file that was not measured yet counts for."""
 SHARE_SECONDS = 900.0 * 3
-"""A quarter of an hour with the three processes of `make test-long`."""
+"""The seconds of the files of a share together. Several processes run them, in about a quarter of an hour."""
 
 
 def long_files() -> list[str]:

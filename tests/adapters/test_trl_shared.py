@@ -120,6 +120,7 @@ def test_ranks_agree_on_what_to_do_without_the_server(tmp_path, choice):
 # ------------------------------------------------------------------------------------------------ without a server
 
 
+@pytest.mark.long
 def test_training_goes_on_with_fresh_rows_while_the_server_is_away_and_uses_it_again_when_it_is_back(tmp_path, caplog):
     address = f"127.0.0.1:{free_port()}"
     with server_process(tmp_path, address=address) as first:
@@ -219,6 +220,7 @@ def nothing(completions, **_):
     return [0.0] * len(completions)
 
 
+@pytest.mark.long
 def test_groups_of_another_objective_are_counted_and_left_out_if_the_user_says_so(tmp_path, server, caplog):
     shared = {"replay": server.address, "max_steps": 4}
     make_trainer(tmp_path / "first", reward=digits, **shared).train()

@@ -267,6 +267,7 @@ def test_a_signal_ends_a_trainer_that_waits_for_groups(tmp_path):
         assert "stopped before its first step; --resume begins the run" in said
 
 
+@pytest.mark.long
 def test_a_trainer_without_a_server_says_that_it_waits_and_can_be_stopped(tmp_path):
     save_model(tmp_path / "model")
     options = ("--model", "model", "--output-dir", "run")

@@ -279,6 +279,7 @@ def test_top_writes_a_line_for_each_look_and_goes_on_while_nobody_answers(server
         assert process.wait(timeout=200) == 130
 
 
+@pytest.mark.long
 def test_top_goes_on_while_a_server_hangs_and_ends_with_a_line_where_it_is_refused(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("read-only:0123456789abcdef\n")

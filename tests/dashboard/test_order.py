@@ -274,6 +274,7 @@ def still_url(tmp_path: Path):
         yield url
 
 
+@pytest.mark.long
 def test_a_phone_shows_the_numbers_of_a_group_sorts_the_list_and_inspects_tokens(opened, still_url):
     tab = opened(still_url, viewport=PHONE, has_touch=True).go("groups/replay")
     tab.wait_for_selector(".space .row:not(.blank)")

@@ -248,6 +248,7 @@ def test_groups_are_filtered_by_notes_bars_and_text_and_sorted_by_column(opened,
     until(lambda: tab.inner_text(".count").startswith("0 of"))
 
 
+@pytest.mark.long
 def test_a_live_list_follows_and_a_held_one_stays(opened, page_url):
     held, live = (opened(page_url).go("groups/replay") for _ in range(2))
 
@@ -437,6 +438,7 @@ def test_a_group_of_64_times_8192_tokens_is_cut_with_a_button_for_the_rest(opene
             until(lambda: tab.locator(".completion").count() == 32)
 
 
+@pytest.mark.long
 def test_a_server_that_goes_and_comes_back_is_followed(opened, tmp_path):
     address = f"127.0.0.1:{free_port()}"
     with (

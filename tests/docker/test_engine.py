@@ -26,6 +26,7 @@ def server():
         project.remove()
 
 
+@pytest.mark.long
 @needs_engine
 @pytest.mark.timeout(600)
 def test_a_client_outside_inserts_and_samples_what_the_server_in_its_container_holds(server):
@@ -59,6 +60,7 @@ def test_the_server_is_an_ordinary_user_who_writes_to_its_volumes_and_nowhere_el
         assert "Read-only file system" in server.fails("exec", "--no-TTY", "server", "touch", f"{folder}/probe")
 
 
+@pytest.mark.long
 @needs_engine
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may kill a container's process from outside")
 @pytest.mark.timeout(600)
@@ -73,6 +75,7 @@ def test_a_killed_server_comes_back_by_its_restart_policy_with_its_items(server)
         assert {item.key for item in client.get(keys)} == set(keys)
 
 
+@pytest.mark.long
 @needs_engine
 def test_its_health_check_passes_and_fails_while_it_hangs(server):
     check = ["timeout", "5", *server.container("server")["Config"]["Healthcheck"]["Test"][1:]]

@@ -176,6 +176,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(inserting, "SECONDS_PER_LOOK", 0.1)
 
 
+@pytest.mark.long
 async def test_with_permits_a_slow_environment_is_trained_on_like_a_fast_one(tmp_path):
     engine = PacedEngine()
     ledger = Ledger(engine)

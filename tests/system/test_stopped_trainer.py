@@ -107,6 +107,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_a_step_at_once(server, tmp_path):
     with ReplayClient(server.address) as client:
         insert(client, GROUPS)

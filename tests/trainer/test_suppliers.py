@@ -168,6 +168,7 @@ def test_the_wait_for_the_pool_has_a_limit_of_its_own_that_names_itself(address,
         train(address, tmp_path / "run", 1, **options)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_the_server_that_is_late_is_one_warning_and_the_training_checkpoint_is_written(
     tmp_path, monkeypatch, caplog
 ):

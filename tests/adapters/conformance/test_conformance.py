@@ -234,6 +234,7 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_a_pool_whose_server_hangs_is_empty_until_it_goes_on(tmp_path):
     with server_process(tmp_path) as server, ReplayClient(server.address, timeout=1.0) as client:
         pool = GroupPool(client, timeout=1.0)

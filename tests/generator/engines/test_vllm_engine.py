@@ -58,6 +58,7 @@ async def engine(loaded_engine: VLLMEngine, model: Path) -> VLLMEngine:
     return loaded_engine
 
 
+@pytest.mark.long
 @on_the_engines_loop
 async def test_the_trainer_finds_the_logprobs_of_what_min_p_kept(engine, model, tmp_path):
     # So high that never all 27 tokens are kept: such a set is the whole vocabulary, and counts as unknown.

@@ -45,6 +45,7 @@ def test_a_run_makes_all_steps_sums_them_up_and_leaves_no_process(tmp_path, mode
     assert len(keys) == len(set(keys))
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on_with_a_run_that_was_stopped(tmp_path, model_folder):
     file = write_run(tmp_path, model_folder, steps=2000)
     with RunProcess(file) as run:
