@@ -82,3 +82,20 @@ def test_a_damaged_record_of_a_lease_costs_the_lease_alone(tmp_path):
     damage(tmp_path, msgpack.packb([leased.info.lease_id, "queue"])[1:])
     with ReplayServer([QUEUE], port=0, data_dir=tmp_path) as server, ReplayClient(server.address) as client:
         assert [sample.info.key for sample in client.sample("queue", 2, timeout=10.0)] == keys
+
+
+def test_a_value_on_the_first_page_that_lmdb_hands_out_is_no_damage(tmp_path):
+    file = tmp_path / "data.mdb"
+    flags_at = 2 * 4096 + 10  # of the third page: the first two describe the file
+    overflow = b"\x04\0"  # the flag of a page that holds only a part of a large value
+    for version in (1, 2):  # the change of the policy frees the page, and one of the next payloads goes there
+        with ReplayServer([QUEUE], port=0, data_dir=tmp_path) as server, ReplayClient(server.address) as client:
+            client.set_policy_version(version)
+            for _ in range(12):
+                client.insert(bytes(3000), {"queue": 1.0})
+                if file.read_bytes()[flags_at : flags_at + 2] == overflow:
+                    break
+            items = client.server_info().items
+    assert file.read_bytes()[flags_at : flags_at + 2] == overflow
+    with ReplayServer([QUEUE], port=0, data_dir=tmp_path) as server, ReplayClient(server.address) as client:
+        assert client.server_info().items == items
