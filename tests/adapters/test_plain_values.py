@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from replay_adapters.column_rows import Place, lacks_fields, pack_rows, replace_values
+from replay_adapters.column_rows import Place, items_of, lacks_fields, pack_rows, replace_values
 from replay_adapters.plain_values import DTYPES, pack, unpack
 
 
@@ -139,14 +139,16 @@ def test_an_array_of_references_in_the_bytes_is_refused() -> None:
 def rows_back(columns: dict, rows: int) -> list[dict]:
     """Each row as a dict of its fields, as their places say."""
     packed = pack_rows(columns, rows)
-    places = packed.places(list(range(rows)))
+    keys = [(1 << 63) + row for row in range(rows)]
+    places = packed.places(keys)
     read = []
     for row in range(rows):
         payload = memoryview(packed.payloads[row])
         fields = {}
         for name, column in places.items():
-            place = Place.decode(column[row].encode())
-            assert place.key == row
+            place = Place.decode(column[row])
+            assert place.key == keys[row]
+            assert place.fields == len(columns)
             fields[name] = unpack(payload[place.offset : place.offset + place.size])
         read.append(fields)
     return read
@@ -198,32 +200,39 @@ def encoded(places: dict[str, Place]) -> dict[str, bytes]:
     return {name: place.encode() for name, place in places.items()}
 
 
+def replaced(new: dict[str, Place], old: dict[str, Place]) -> tuple[dict[str, Place], list[int]]:
+    """What `replace_values` makes of these places."""
+    places, unused = replace_values(encoded(new), encoded(old))
+    return {name: Place.decode(data) for name, data in places.items()}, unused
+
+
 def test_the_first_fields_of_a_row_are_announced_alone() -> None:
-    assert replace_values({"a": place(1, 1)}, {}) == ({"a": place(1, 1)}, [])
+    assert replaced({"a": place(1, 1)}, {}) == ({"a": place(1, 1)}, [])
 
 
 def test_by_the_last_fields_of_a_row_all_its_items_are_found() -> None:
     early = {"early": place(1, 1)}
-    late, unused = replace_values({"late": place(2, 1)}, encoded(early))
+    late, unused = replaced({"late": place(2, 1)}, early)
     assert unused == []
     assert late == {"late": place(2, 1, 1)}
-    last, _ = replace_values({"last": place(3, 1)}, encoded(late))
+    last, _ = replaced({"last": place(3, 1)}, late)
     assert last == {"last": place(3, 1, 1, 2)}
+    assert items_of(last["last"].encode()) == (3, 1, 2)
 
 
 def test_an_item_whose_fields_are_all_replaced_is_not_used_any_more() -> None:
     new = {"a": place(2, 2), "b": place(2, 2)}
-    assert replace_values(new, encoded({"a": place(1, 2), "b": place(1, 2)})) == (new, [1])
+    assert replaced(new, {"a": place(1, 2), "b": place(1, 2)}) == (new, [1])
 
 
 def test_an_item_of_which_one_field_is_replaced_leaves_with_the_row() -> None:
-    places, unused = replace_values({"a": place(2, 1)}, encoded({"a": place(1, 2), "b": place(1, 2)}))
+    places, unused = replaced({"a": place(2, 1)}, {"a": place(1, 2), "b": place(1, 2)})
     assert unused == []
     assert places == {"a": place(2, 1, 1)}, "another process may have replaced b meanwhile"
 
 
 def test_an_older_item_stays_noted_when_its_field_is_replaced_again() -> None:
-    places, unused = replace_values({"a": place(3, 1)}, encoded({"a": place(2, 1, 1)}))
+    places, unused = replaced({"a": place(3, 1)}, {"a": place(2, 1, 1)})
     assert unused == [2]
     assert places["a"].others == (1,)
 

@@ -12,11 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from replay_adapters.plain_values import bytes_of, header_of, pack, shown
 
 _PLACE = struct.Struct("<QIIH")
+_PLACES = np.dtype([("key", "<u8"), ("offset", "<u4"), ("size", "<u4"), ("fields", "<u2")])
+"""The same as _PLACE, for many places."""
 _KEY = struct.Struct("<Q")
 MOST_BYTES = (1 << 32) - 1
 """The most bytes of a row, because a place has 32 bits for an offset."""
@@ -52,20 +55,30 @@ class Place(NamedTuple):
         return cls(key, offset, size, fields, others)
 
 
-def replace_values(new: Mapping[str, Place], old: Mapping[str, bytes]) -> tuple[dict[str, Place], list[int]]:
+def items_of(encoded: bytes) -> tuple[int, ...]:
+    """The keys of all items that an encoded place names: that of the value, and the other items of the row."""
+    key = int.from_bytes(encoded[: _KEY.size], "little")
+    if len(encoded) == _PLACE.size:  # the most frequent case
+        return (key,)
+    return (key, *Place.decode(encoded).others)
+
+
+def replace_values(new: Mapping[str, bytes], old: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[int]]:
     """The places to announce for a row, and the keys of the items that have no value in use any more.
 
-    `new`: the places of the values that were just put, by name of the field. `old`: the encoded places that the row
-    had before. New places name the other items of the row, so that these leave with it, also an item of which only
-    some values were replaced. Old places stay as they are: another process may have replaced them meanwhile.
+    `new`: the places of the values that were just put, by name of the field. `old`: the places that the row had
+    before. All places are encoded. New places name the other items of the row, so that these leave with it, also an
+    item of which only some values were replaced. Old places stay as they are: another process may have replaced them
+    meanwhile.
     """
     if not old:  # the most frequent case
         return dict(new), []
-    known = {name: Place.decode(data) for name, data in old.items()}
-    items = {place.key for place in new.values()}
+    added = {name: Place.decode(data) for name, data in new.items()}
+    items = {place.key for place in added.values()}
     replaced: dict[int, int] = {}
     fields: dict[int, int] = {}
-    for name, place in known.items():
+    for name, data in old.items():
+        place = Place.decode(data)
         items.update((place.key, *place.others))
         if name in new:
             replaced[place.key] = replaced.get(place.key, 0) + 1
@@ -73,8 +86,8 @@ def replace_values(new: Mapping[str, Place], old: Mapping[str, bytes]) -> tuple[
     unused = {key for key, count in replaced.items() if count == fields[key]}
     items -= unused
     places = {}
-    for name, place in new.items():
-        places[name] = place._replace(others=tuple(sorted(items - {place.key})))
+    for name, place in added.items():
+        places[name] = place._replace(others=tuple(sorted(items - {place.key}))).encode()
     return places, sorted(unused)
 
 
@@ -86,9 +99,9 @@ def lacks_fields(encoded: Iterable[bytes]) -> bool:
     missing: dict[int, int] = {}
     named: set[int] = set()
     for data in encoded:
-        place = Place.decode(data)
-        missing[place.key] = missing.get(place.key, place.fields) - 1
-        named.update(place.others)
+        key, _, _, fields = _PLACE.unpack_from(data)
+        missing[key] = missing.get(key, fields) - 1
+        named.update(items_of(data)[1:])
     return any(count and key not in named for key, count in missing.items())
 
 
@@ -101,14 +114,22 @@ class PackedRows:
     ends: Mapping[str, Sequence[int]]
     """By name of the field, and for each row: the byte of the payload at which the value ends."""
 
-    def places(self, keys: Sequence[int]) -> dict[str, list[Place]]:
-        """The places of all values, by name of the field, if `keys` are the keys of the rows' items."""
-        places: dict[str, list[Place]] = {}
-        starts = [0] * len(keys)
+    def places(self, keys: Sequence[int]) -> dict[str, list[bytes]]:
+        """The encoded places of all values, by name of the field, if `keys` are the keys of the rows' items.
+
+        A batch has thousands of values, so the places of a column are encoded together, and not by `Place.encode`.
+        """
+        table = np.empty(len(keys), _PLACES)
+        table["key"] = np.array(keys, np.uint64)
+        table["fields"] = len(self.ends)
+        places: dict[str, list[bytes]] = {}
+        starts = np.zeros(len(keys), np.int64)
         for name, ends in self.ends.items():
-            rows = zip(keys, starts, ends, strict=True)
-            places[name] = [Place(key, start, end - start, len(self.ends)) for key, start, end in rows]
-            starts = list(ends)
+            table["offset"] = starts
+            table["size"] = np.array(ends) - starts
+            encoded = table.tobytes()
+            places[name] = [encoded[i : i + _PLACE.size] for i in range(0, len(encoded), _PLACE.size)]
+            starts = np.array(ends)
         return places
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from replay_adapters.column_rows import Place, lacks_fields, pack_rows, replace_values
+from replay_adapters.column_rows import Place, items_of, lacks_fields, pack_rows, replace_values
 from replay_adapters.hooks import hooks_of
 from replay_adapters.plain_values import unpack
 
@@ -109,8 +109,8 @@ class ReplayStoreClient(StorageKVClient):  # type: ignore[misc]
         super().__init__(dict(config))
         self.rows = row_table(config)
 
-    def put_columns(self, columns: Mapping[str, Any], rows: int) -> dict[str, list[Place]]:
-        """Stores the columns of a batch. Returns the places of the values, by name of the field."""
+    def put_columns(self, columns: Mapping[str, Any], rows: int) -> dict[str, list[bytes]]:
+        """Stores the columns of a batch. Returns the encoded places of the values, by name of the field."""
         packed = pack_rows(columns, rows)
         return packed.places(self.rows.put(packed.payloads))
 
@@ -126,7 +126,7 @@ class ReplayStoreClient(StorageKVClient):  # type: ignore[misc]
             columns = {name: [fields_by_index[index][name] for index in indexes] for name in names}
             for name, column in self.put_columns(columns, len(indexes)).items():
                 for index, place in zip(indexes, column, strict=True):
-                    places[f"{index}@{name}"] = place.encode()
+                    places[f"{index}@{name}"] = place
         return [places[key] for key in keys]
 
     def get(
@@ -161,11 +161,11 @@ class ReplayStoreClient(StorageKVClient):  # type: ignore[misc]
 
     def clear(self, keys: list[str], custom_backend_meta: list[bytes | None] | None = None) -> None:
         """Clears the items at these places, with all fields that they have. Ignores values without a place."""
-        self.clear_places([Place.decode(data) for data in custom_backend_meta or () if data])
+        self.clear_places(data for data in custom_backend_meta or () if data)
 
-    def clear_places(self, places: Sequence[Place]) -> None:
-        """Clears the items at these places, and the other items of their rows."""
-        self.rows.clear(itertools.chain.from_iterable((place.key, *place.others) for place in places))
+    def clear_places(self, places: Iterable[bytes]) -> None:
+        """Clears the items at these encoded places, and the other items of their rows."""
+        self.rows.clear(itertools.chain.from_iterable(map(items_of, places)))
 
     def close(self) -> None:
         """Closes the connection."""
@@ -195,23 +195,22 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
             raise ValueError(
                 f"the number of rows is {data.batch_size[0]} in the data, and {len(indexes)} in the metadata"
             )
-        if not indexes:
-            return
         columns = {name: data[name] for name in sorted(data.keys())}
+        if not indexes or not columns:  # no place would lead to an item without values, so nobody could ever clear it
+            return
         self._note_fields(metadata.partition_ids, columns)
         new = await asyncio.to_thread(self.storage_client.put_columns, columns, len(indexes))
         replaced: list[int] = []
         meta_by_index: dict[int, dict[str, bytes]] = {}
         for row, index in enumerate(indexes):
             old = metadata._custom_backend_meta[row]
-            places, dead = replace_values({name: column[row] for name, column in new.items()}, old)
-            meta_by_index[index] = {name: place.encode() for name, place in places.items()}
+            meta_by_index[index], dead = replace_values({name: column[row] for name, column in new.items()}, old)
             replaced.extend(dead)
         try:
             await self.notify_data_update(metadata.partition_ids[0], indexes, extract_field_schema(data), meta_by_index)
         except Exception:
             # Nobody will ever read these rows, because the controller does not list them.
-            unlisted = [place for column in new.values() for place in column]
+            unlisted = next(iter(new.values()))  # all fields of a row are in one item
             await asyncio.to_thread(self.storage_client.clear_places, unlisted)
             raise
         for row, index in enumerate(indexes):
@@ -238,7 +237,7 @@ class ReplayStoreManager(KVStorageManager):  # type: ignore[misc]
         metas = metadata._custom_backend_meta
         if self._may_hide_fields(metadata):
             metas = await self._metas_of(metadata)
-        places = [Place.decode(data) for meta in metas for data in meta.values()]
+        places = itertools.chain.from_iterable(meta.values() for meta in metas)
         await asyncio.to_thread(self.storage_client.clear_places, places)
 
     def _note_fields(self, partitions: Sequence[str], names: Iterable[str]) -> None:

@@ -98,7 +98,7 @@ class RowClients(Crew):
         places = packed.places(rows.put(packed.payloads))
         with self.ledger.lock:
             for row, number in enumerate(numbers):
-                self.ledger.in_use[number] = {name: column[row] for name, column in places.items()}
+                self.ledger.in_use[number] = {name: Place.decode(column[row]) for name, column in places.items()}
             self.ledger.totals["rows put"] += len(numbers)
 
     def read(self, client: ReplayClient) -> None:
