@@ -22,7 +22,7 @@ if missing() or os.geteuid() != 0:
 
 LONG = 3600.0
 """Seconds after which something is taken for a hang. Machines are slow at the wrong moment."""
-VERSION = "0.1.0.dev0"
+VERSION = "0.1.0"
 ENDLESS = 100_000
 DEMO = ("--set-json", 'demo.args=["/runs","0","0.1"]')
 report: list[str] = []
