@@ -108,10 +108,9 @@ class ModelActor:
         self.folder = folder
         self.model = new_model(folder)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        actor = config.actor_rollout_ref.actor
-        self.loss = ActorConfig(strategy="fsdp", rollout_n=ROLLOUTS, ppo_micro_batch_size_per_gpu=1)
-        self.loss.global_batch_info.update(dp_size=1)
-        self.mode = actor.loss_agg_mode
+        self.loss_config = ActorConfig(strategy="fsdp", rollout_n=ROLLOUTS, ppo_micro_batch_size_per_gpu=1)
+        self.loss_config.global_batch_info.update(dp_size=1)
+        self.loss_agg_mode = config.actor_rollout_ref.actor.loss_agg_mode
         self.fetched: list[list[Any]] = []
         """[uid, index] of each prompt that was fetched."""
 
@@ -152,7 +151,7 @@ class ModelActor:
         columns = data.select("response_mask", "old_log_probs", "advantages").to_padded_tensor()
         mask = columns["response_mask"].float()
         loss, metrics = compute_policy_loss_vanilla(
-            columns["old_log_probs"], padded, columns["advantages"], mask, self.mode, self.loss
+            columns["old_log_probs"], padded, columns["advantages"], mask, self.loss_agg_mode, self.loss_config
         )
         self.optimizer.zero_grad()
         loss.backward()
