@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from replay_adapters.hooks import RUN_WITH
 from tests.adapters.conformance.sources import COMMITS
 
-SHOWN_ON = "2026-11-23"
+SHOWN_ON = "2026-11-30"
 COLUMNS = {
     "prompts": "The rows of a group may have different prompts, and each row comes back with its own prompt.",
     "sequences": "A rollout may consist of several sequences.",
@@ -111,7 +111,7 @@ TABLE: Mapping[str, Row] = {
         "staleness": Shown("test_conformance::test_a_pool_gives_no_group_beyond_the_bound", "tested on the pool alone"),
         "trainer killed": Shown(
             "test_verl_killed::test_no_finished_group_is_generated_again",
-            "with `RecoveringAgentLoop`, seen in 7 kills: below",
+            "with `RecoveringAgentLoop`, seen in 23 kills: below",
         ),
         "server killed": NotShown("The adapters of TRL and slime, which are tested, use the same pool"),
         "server hangs": _POOL_HANGS,
