@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -133,11 +134,11 @@ class Stage:
         for name in ("LONG_WAIT", "FIRST_STEPS"):
             self._monkeypatch.setattr(info, name, seconds)
 
-    def stop_clock(self, uptime: float) -> None:
+    def stop_clock(self, ahead: float) -> None:
         """Lets the clock of the server, by which it tells ages, stand still at so many seconds from now."""
 
         def stop(buffer: ReplayBuffer) -> None:
-            now = buffer.clock() + uptime
+            now = buffer.clock() + ahead
             buffer.clock = lambda: now
 
         self.server.on_loop(stop)
@@ -182,9 +183,11 @@ def slow_generator(stage):
 
 
 def both_load(stage):
-    stage.long(1.0)
-    # The parts count as connected for a second after they described themselves. A busy machine looks later than that.
-    stage.stop_clock(uptime=2.0)
+    # The clock stands still two seconds from now. So however late a busy machine looks, the server has been up for at
+    # least three seconds, and was told of the parts at most two seconds ago. Two and a half are long.
+    stage.long(2.5)
+    time.sleep(1.0)
+    stage.stop_clock(ahead=2.0)
     stage.generator(groups=0)
     stage.trainer(steps=0)
     until(lambda: len(stage.client.server_info().clients) == 2)

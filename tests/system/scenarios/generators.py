@@ -217,7 +217,11 @@ class GeneratorWorkload(Workload):
             time.sleep(0.1)  # until the leases of the dead end
         until(lambda: not self.left(*self.stages, "rollouts") or books.violations, "groups stay", BLOCKED)
         # A generator that is killed between its permit and the spec of its group leaves the permit for its lease.
-        until(lambda: not self.client.server_info().admission.running, "permits of the dead stay away", BLOCKED)
+        until(
+            lambda: not self.client.server_info().admission.running or books.violations,
+            "permits of the dead stay away",
+            BLOCKED,
+        )
         self.trainer.stop()
         admission = self.client.server_info().admission
         held = self.left("partial_groups", *self.stages)

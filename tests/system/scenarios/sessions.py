@@ -15,6 +15,7 @@ import random
 import time
 import urllib.request
 from collections import Counter
+from http.client import HTTPException
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def play(ports: Path, ends: Path, seed: int) -> None:
             post(f"http://127.0.0.1:{port}/sessions/{session['id']}/end", {"reward": reward(said)})
             with ends.open("a") as file:
                 file.write(f"{int(said)}\n")
-        except (OSError, IndexError):  # nobody has a session, or its generator is gone
+        except (OSError, HTTPException, IndexError):  # nobody has a session, or its generator is gone
             time.sleep(0.1)
 
 
