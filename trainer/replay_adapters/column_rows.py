@@ -19,7 +19,8 @@ from replay_adapters.plain_values import bytes_of, header_of, pack, shown
 
 _PLACE = struct.Struct("<QIIH")
 _PLACES = np.dtype([("key", "<u8"), ("offset", "<u4"), ("size", "<u4"), ("fields", "<u2")])
-"""The same as _PLACE, for many places."""
+"""The layout of _PLACE, for numpy, which writes the places of a whole column at once."""
+assert _PLACES.itemsize == _PLACE.size
 _KEY = struct.Struct("<Q")
 MOST_BYTES = (1 << 32) - 1
 """The most bytes of a row, because a place has 32 bits for an offset."""
@@ -57,10 +58,10 @@ class Place(NamedTuple):
 
 def items_of(encoded: bytes) -> tuple[int, ...]:
     """The keys of all items that an encoded place names: that of the value, and the other items of the row."""
-    key = int.from_bytes(encoded[: _KEY.size], "little")
-    if len(encoded) == _PLACE.size:  # the most frequent case
-        return (key,)
-    return (key, *Place.decode(encoded).others)
+    if len(encoded) == _PLACE.size:  # the most frequent case, in which the row has no other item
+        return _KEY.unpack_from(encoded)
+    place = Place.decode(encoded)
+    return (place.key, *place.others)
 
 
 def replace_values(new: Mapping[str, bytes], old: Mapping[str, bytes]) -> tuple[dict[str, bytes], list[int]]:
@@ -124,12 +125,13 @@ class PackedRows:
         table["fields"] = len(self.ends)
         places: dict[str, list[bytes]] = {}
         starts = np.zeros(len(keys), np.int64)
-        for name, ends in self.ends.items():
+        for name, column_ends in self.ends.items():
+            ends = np.array(column_ends)
             table["offset"] = starts
-            table["size"] = np.array(ends) - starts
+            table["size"] = ends - starts
             encoded = table.tobytes()
             places[name] = [encoded[i : i + _PLACE.size] for i in range(0, len(encoded), _PLACE.size)]
-            starts = np.array(ends)
+            starts = ends
         return places
 
 
