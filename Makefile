@@ -4,7 +4,7 @@
 #   make demo DEMO_ARGS="--max-steps 50"   arguments of `python -m examples.demo`; "--task tools" trains with a tool, in two turns
 #   TORCH_INDEX=... make demo          where torch for CPUs comes from: the address of PyTorch's own index of CPU builds
 
-# Images of containers often set it. Each process of the tests would then compile all tests anew.
+# Container images often set this variable. With it, each process of the tests compiles all tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3

@@ -38,8 +38,6 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.adapters.run_verl_recovery import ROLLOUTS, Scripted, configuration
 
-FOLDER = "REPLAY_TEST_FOLDER"
-"""The environment variable with the folder of the run. Ray's workers inherit it."""
 _WEIGHTS = "weights.pt"
 """The file of the folder from which the worker that generates takes the weights and their step."""
 _OF_THE_RUN = {"uid", "metrics"}
@@ -223,7 +221,7 @@ def digest(column: Any) -> str:
 
 
 def main(folder: Path, backend: str, address: str, steps: int) -> None:
-    os.environ[FOLDER] = str(folder)
+    os.environ["REPLAY_TEST_FOLDER"] = str(folder)  # `Scripted` reads it
     more = {
         "transfer_queue.backend.storage_backend": backend,
         "+transfer_queue.backend.ReplayServer.address": address,

@@ -201,7 +201,7 @@ def encoded(places: dict[str, Place]) -> dict[str, bytes]:
 
 
 def replaced(new: dict[str, Place], old: dict[str, Place]) -> tuple[dict[str, Place], list[int]]:
-    """What `replace_values` makes of these places."""
+    """Calls `replace_values` with these places, and decodes the places that it returns."""
     places, unused = replace_values(encoded(new), encoded(old))
     return {name: Place.decode(data) for name, data in places.items()}, unused
 

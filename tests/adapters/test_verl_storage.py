@@ -32,7 +32,7 @@ def installed(folder: Path) -> Path:
 
 
 def steps_of_run(folder: Path, backend: str, address: str) -> list[dict]:
-    """What each step of a run was, as run_verl_storage.py writes it."""
+    """Runs run_verl_storage.py, and returns the entries of its `steps.jsonl`: one for each step."""
     folder.mkdir()
     prepare(folder)
     paths = [str(ROOT / name) for name in ("", "client", "trainer", "protos")]

@@ -55,6 +55,7 @@ class PatientRequests:
         Raises `error` if a further attempt cannot succeed, and raises every error after `close`. `try_patiently` passes
         a second argument, which says whether the time is up. It is ignored, because the attempts have no time limit.
         """
+        # Patience knows of closed clients too, but LeasedTable calls this method without it.
         if self.closed or isinstance(error, ClientClosedError):
             raise error
         if not isinstance(error, LATER):

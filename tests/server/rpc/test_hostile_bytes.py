@@ -115,7 +115,7 @@ def test_bytes_that_no_client_sends_do_not_end_the_service_for_others(data):
         host, port = server.address.split(":")
         for n in range(3):
             writer.insert(b"before", {"plain": 1.0})
-            # grpcio before 1.83 answers nothing to a message of 4 GiB, and hangs up after a minute.
+            # grpcio 1.81.0 and older give no answer to a message of 4 GiB, and hang up after a minute.
             with socket.create_connection((host, int(port)), timeout=180) as hostile:
                 hostile.sendall(data)
                 wait_for_answer(hostile)
