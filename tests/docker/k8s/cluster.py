@@ -2,8 +2,9 @@
 
 K8S_BIN is that folder. It has `hyperkube` (kube-apiserver, kube-controller-manager, kube-scheduler and kubelet in one
 program, called by their names), etcd, containerd with its shim and ctr, the folder `cni` with bridge, host-local and
-loopback, `crds.yaml` (Prometheus operator's PodMonitor and PrometheusRule), and `images.tar`: what `docker save` makes
-of pause:here, replay-server:VERSION and replay-trainer:VERSION-cpu. runc, dnsmasq and iptables are on the path, and it
+loopback, `kube-network-policies` (kubernetes-sigs' program of that name, which enforces NetworkPolicies),
+`crds.yaml` (Prometheus operator's PodMonitor and PrometheusRule), and `images.tar`: what `docker save` makes of
+pause:here, replay-server:VERSION and replay-trainer:VERSION-cpu. runc, dnsmasq and iptables are on the path, and it
 runs as root. Names of pods are in a hosts file. Services have no addresses: the chart has only a headless one.
 """
 
@@ -25,7 +26,7 @@ import psutil
 from replay_client.testing import until
 from tests.docker.chart import found
 
-NEEDED = ("hyperkube", "etcd", "containerd", "ctr", "cni/bridge", "crds.yaml", "images.tar")
+NEEDED = ("hyperkube", "etcd", "containerd", "ctr", "cni/bridge", "kube-network-policies", "crds.yaml", "images.tar")
 ETCD, PEERS, API, KUBELET = "http://127.0.0.1:12379", "http://127.0.0.1:12380", "https://127.0.0.1:16443", 16250
 BRIDGE, GATEWAY = "cni-replay", "10.244.0.1"
 NAMESPACE = "replay"
@@ -182,7 +183,7 @@ class Cluster:
         return made
 
     def _node(self) -> None:
-        """containerd, a bridge, a server of names, and the kubelet."""
+        """containerd, a bridge, a server of names, the enforcer of network policies, and the kubelet."""
         cri = '[plugins."io.containerd.grpc.v1.cri"'
         (self.folder / "containerd.toml").write_text(
             f'version = 2\nroot = "{self.folder}/containerd"\nstate = "{self.folder}/state"\n'
@@ -222,6 +223,15 @@ class Cluster:
             "dnsmasq", "dnsmasq", "-k", *names, f"--listen-address={GATEWAY}", "--bind-interfaces", "--user=root"
         )
         threading.Thread(target=self._follow_names, args=[self._processes[-1]], daemon=True).start()
+        self._start(
+            "kube-network-policies",
+            self._bin / "kube-network-policies",
+            f"--kubeconfig={self.folder}/kubeconfig",
+            "--hostname-override=node1",
+            "--metrics-bind-address=127.0.0.1:16460",
+            "--disable-nri",
+            "--fail-open=false",  # so that it removes its rules at its end
+        )
         kubelet = {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",

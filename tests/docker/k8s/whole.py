@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import time
+import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -22,7 +23,7 @@ if missing() or os.geteuid() != 0:
 
 LONG = 3600.0
 """Seconds after which something is taken for a hang. Machines are slow at the wrong moment."""
-VERSION = "0.1.0"
+VERSION = tomllib.loads((CHART.parent.parent / "pyproject.toml").read_text())["project"]["version"]
 ENDLESS = 100_000
 DEMO = ("--set-json", 'demo.args=["/runs","0","0.1"]')
 report: list[str] = []
@@ -117,6 +118,74 @@ def test_the_api_takes_every_object_and_pod_security_has_nothing_against_them(cl
 def test_an_install_trains_the_demo_on_cpus(cluster):
     put()
     servers_are(cluster, 1, VERSION)
+    goes_on(cluster)
+
+
+OF_THE_RELEASE = {"app.kubernetes.io/instance": "replay", "app.kubernetes.io/part-of": "replay"}
+OF_PROMETHEUS = {"app.kubernetes.io/name": "prometheus"}
+
+
+class Visitor:
+    """A pod that the chart did not make, in the namespace of the release."""
+
+    name = "visitor"
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        container = {
+            "name": "visitor",
+            "image": f"replay-server:{VERSION}",
+            "imagePullPolicy": "Never",
+            "command": ["sleep", "infinity"],
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        }
+        user = {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
+        spec = {"containers": [container], "securityContext": user, "terminationGracePeriodSeconds": 1}
+        cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": self.name}, "spec": spec})
+        cluster.kubectl("wait", f"pod/{self.name}", "--for=condition=Ready", "--timeout=280s")
+
+    def wears(self, labels: dict[str, str]) -> None:
+        """Gives the pod these labels, and takes all others away."""
+        self._cluster.kubectl("label", "pod", self.name, *(f"{each}-" for each in OF_THE_RELEASE | OF_PROMETHEUS))
+        self._cluster.kubectl("label", "pod", self.name, *(f"{key}={value}" for key, value in labels.items()))
+
+    def asks_for_tables(self) -> str:
+        address = "replay-server-0.replay-server:7400"
+        return self._does("replay", "--address", address, "tables")
+
+    def asks_for_metrics(self) -> str:
+        url = "http://replay-server-0.replay-server:7401/metrics"
+        return self._does("python", "-c", f"import urllib.request as u; print(u.urlopen('{url}', timeout=5).read())")
+
+    def _does(self, *command: str) -> str:
+        return self._cluster.kubectl("exec", self.name, "--", *command, check=False)
+
+
+@pytest.fixture
+def visitor(cluster: Cluster) -> Iterator[Visitor]:
+    visitor = Visitor(cluster)
+    yield visitor
+    cluster.kubectl("delete", "pod", visitor.name, "--wait")
+
+
+def test_the_network_lets_only_pods_of_the_release_call_servers_and_only_prometheus_read_metrics(cluster, visitor):
+    until(lambda: "did not answer" in visitor.asks_for_tables(), "a stranger gets in", LONG, pause=1.0)
+    assert "timed out" in visitor.asks_for_metrics()
+    visitor.wears(OF_THE_RELEASE)
+    until(lambda: "rollouts" in visitor.asks_for_tables(), "the release's own pod does not get in", LONG, pause=1.0)
+    assert "timed out" in visitor.asks_for_metrics()
+    visitor.wears(OF_PROMETHEUS)
+    until(lambda: "replay_" in visitor.asks_for_metrics(), "Prometheus does not get in", LONG, pause=1.0)
+    assert "did not answer" in visitor.asks_for_tables()
+    goes_on(cluster)
+
+
+def test_without_the_network_policy_every_pod_reaches_the_servers(cluster, visitor):
+    put("--set=networkPolicy.enabled=false")
+    until(lambda: "rollouts" in visitor.asks_for_tables(), "it does not get in", LONG, pause=1.0)
+    assert "replay_" in visitor.asks_for_metrics()
+    put()
+    until(lambda: "did not answer" in visitor.asks_for_tables(), "the policy did not come back", LONG, pause=1.0)
     goes_on(cluster)
 
 
