@@ -263,6 +263,13 @@ def test_probes_ask_what_the_health_checks_of_compose_ask():
         assert f"find {beats} " in files.load()["services"][name]["healthcheck"]["test"][-1]
 
 
+def test_each_part_has_the_time_to_stop_that_its_values_say():
+    default = {name: pod["spec"]["terminationGracePeriodSeconds"] for name, pod in pods().items()}
+    assert default == {"server": 60, "trainer": 60, "generator": 30}
+    longer = [f"--set={name}.terminationGracePeriodSeconds=900" for name in default]
+    assert {pod["spec"]["terminationGracePeriodSeconds"] for pod in pods(*longer).values()} == {900}
+
+
 def test_the_containers_run_what_the_compose_services_run():
     services = files.load()["services"]
     for name in ("server", "trainer", "generator"):

@@ -31,11 +31,11 @@ storageClassName: {{ . }}
 resources: {requests: {storage: {{ .size }}}}
 {{- end }}
 
-{{/* The head of a pod: who it runs as, and where. `grace` is the seconds that it has to stop. */}}
+{{/* The head of a pod: who it runs as, and where. `grace` is the seconds that it has to stop, unless its part has others. */}}
 {{- define "replay.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false   # a Service named vllm would set VLLM_PORT to an address
-terminationGracePeriodSeconds: {{ .grace }}
+terminationGracePeriodSeconds: {{ .part.terminationGracePeriodSeconds | default .grace }}
 imagePullSecrets: {{ toJson .root.Values.images.pullSecrets }}
 nodeSelector: {{ toJson (.part.nodeSelector | default dict) }}
 tolerations: {{ toJson (.part.tolerations | default list) }}
