@@ -10,7 +10,7 @@ built twice, in two clones, and have to be the same bytes: the date of the commi
 | `*.whl`, `*.tar.gz` | wheel and sdist |
 | `constraints-VARIANT-MACHINE.txt` | the version of every package that the extras of a variant need |
 | `sbom-VARIANT-MACHINE.cdx.json` | the same packages as a CycloneDX bill of materials |
-| `images.json` | the digest of each image in a registry, by machine; null: unknown |
+| `images.json` | the digest of each image in a registry, by `NAME:TAG` and machine; null: unknown |
 | `SHA256SUMS` | the checksum of each other file, as `sha256sum --check` reads it |
 """
 
@@ -38,7 +38,8 @@ TESTED = {"server": "cpu", "gpu": "gpu", "cpu": "cpu"}
 """The file of docker/constraints whose versions a variant has."""
 MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 """The name of a machine in Python, and its name in images."""
-IMAGES = ("replay-server", "replay-trainer", "replay-generator")
+IMAGES = {"replay-server": ("",), "replay-trainer": ("", "-cpu"), "replay-generator": ("", "-cpu")}
+"""The name of each image, and what its tags have after the version: `-cpu` is the variant without CUDA."""
 SUMS = "SHA256SUMS"
 
 
@@ -143,9 +144,10 @@ def digests(image: str) -> dict[str, str | None]:
 def images_of(version: str, prefix: str) -> dict[str, Any]:
     """The contents of images.json. `prefix`: registry and folder of the images; empty: they are in none yet."""
     digests_by_image: dict[str, dict[str, str | None]] = {}
-    for image in IMAGES:
-        known = digests(f"{prefix}/{image}:{version}") if prefix else dict.fromkeys(MACHINES.values())
-        digests_by_image[image] = known
+    for image, suffixes in IMAGES.items():
+        for suffix in suffixes:
+            name = f"{image}:{version}{suffix}"
+            digests_by_image[name] = digests(f"{prefix}/{name}") if prefix else dict.fromkeys(MACHINES.values())
     return {"version": version, "digests": digests_by_image}
 
 

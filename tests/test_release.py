@@ -81,19 +81,26 @@ def test_builds_that_differ_are_no_release(repository, tmp_path, monkeypatch):
 
 def test_images_that_are_in_no_registry_have_a_place_for_their_digests():
     images = build.images_of("1.2.3", "")
-    assert images["digests"] == {image: {"amd64": None, "arm64": None} for image in build.IMAGES}
+    assert images["digests"].keys() == {
+        "replay-server:1.2.3",
+        "replay-trainer:1.2.3",
+        "replay-trainer:1.2.3-cpu",
+        "replay-generator:1.2.3",
+        "replay-generator:1.2.3-cpu",
+    }
+    assert all(digests == {"amd64": None, "arm64": None} for digests in images["digests"].values())
 
 
 def test_the_digests_of_images_are_those_of_the_registry(tmp_path, monkeypatch):
     docker_that(json.dumps(INDEX), 0, tmp_path, monkeypatch)
     images = build.images_of("1.2.3", "registry/folder")
-    assert images["digests"]["replay-server"] == {"amd64": AMD64, "arm64": ARM64}
+    assert images["digests"]["replay-trainer:1.2.3-cpu"] == {"amd64": AMD64, "arm64": ARM64}
 
 
 def test_a_registry_that_does_not_answer_leaves_the_place_empty(tmp_path, monkeypatch):
     docker_that("", 1, tmp_path, monkeypatch)
     images = build.images_of("1.2.3", "registry/folder")
-    assert images["digests"]["replay-server"] == {"amd64": None, "arm64": None}
+    assert images["digests"]["replay-server:1.2.3"] == {"amd64": None, "arm64": None}
 
 
 def test_the_checksums_are_of_all_other_files(tmp_path):
