@@ -134,8 +134,8 @@ def test_a_store_that_is_away_is_said_once_and_what_it_lacks_follows(tmp_path, s
     names = [finish()]
     writer = SegmentWriter(folder)  # is not finished
     copying = copier(folder, "s3://bucket/archive", REPLAY_HEARTBEAT=str(heartbeat))
+    until(lambda: names_at("s3://bucket/archive") == names)
     until(heartbeat.exists)
-    assert names_at("s3://bucket/archive") == names
     store.stop()
     names.append(finish())
     assert copying.stderr is not None
