@@ -69,6 +69,15 @@ def options(
     """The options of the connection say how a command reaches the server (`access_of`)."""
 
 
+class _Stopped(KeyboardInterrupt):
+    """A stop signal other than SIGINT ends the command.
+
+    It has a class of its own, because CPython notes a KeyboardInterrupt, and no subclass of it, that leaves
+    `exec("text")`, which dataclasses use during imports. A process that was started with `python -m` then ends by
+    SIGINT, whatever status it asks for, even if the exception was caught.
+    """
+
+
 def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 
@@ -83,7 +92,7 @@ def run() -> NoReturn:
         # typer returns the status of Ctrl-C for every KeyboardInterrupt, so the status of the signal is noted here.
         nonlocal status_of_signal
         status_of_signal = 128 + number
-        raise KeyboardInterrupt
+        raise _Stopped
 
     for number in signals:
         if number != signal.SIGINT:  # Python itself raises KeyboardInterrupt at SIGINT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -68,6 +69,26 @@ def test_ctrl_c_in_the_middle_of_the_imports_ends_a_command_without_a_traceback(
     assert result.returncode == 130
     assert result.stdout == ""
     assert result.stderr == line
+
+
+def test_sigterm_in_code_that_an_import_executes_ends_a_command_with_its_status(tmp_path):
+    # Dataclasses and named tuples are made by `exec`, so most imports do this.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, sys\n"
+        "def find_spec(name, *_):\n"
+        "    if name == 'replay_dashboard.diagnosis':\n"
+        "        exec('signal.raise_signal(signal.SIGTERM)')\n"
+        "sys.meta_path.insert(0, sys.modules[__name__])\n"
+    )
+    result = subprocess.run(
+        [*COMMAND, "--address", "127.0.0.1:1", "doctor"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 143
+    assert result.stderr == ""
 
 
 PLAIN = "[[tables]]\nname = 'a'\n"
