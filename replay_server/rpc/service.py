@@ -40,6 +40,9 @@ log = logging.getLogger("replay_server")
 # When a client leaves while gRPC writes a response to it, gRPC logs this message with a traceback. The filter drops it.
 logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in str(record.msg))
 
+KEEPALIVE_MS = 20_000
+"""After so many milliseconds the server asks a silent connection for a sign of life, and waits as long for it. So it
+notices within 40 s that a client vanished without closing its connection (a lost machine, a cut cable)."""
 _OWN_FILES = 64
 """The number of file descriptors that the server needs for other things than connections."""
 
@@ -166,10 +169,8 @@ def _options(limits: LimitsConfig) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.max_calls_per_connection),
         # The time for the handshakes of TLS and HTTP/2 together. If a client takes longer, its connection is closed.
         ("grpc.server_handshake_timeout_ms", 20_000),
-        # If a client vanishes without closing its connection (a lost machine, a cut cable), the server notices this
-        # within 40 s.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),  # clients that ping more often are disconnected
         ("grpc.keepalive_permit_without_calls", 1),
     ]

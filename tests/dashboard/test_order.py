@@ -40,8 +40,12 @@ def test_the_overview_begins_with_learning_and_then_the_plumbing(opened, page_ur
     assert order[:3] == ["Health", "Learning", "The run"]
     wanted = ["fresh reward", "entropy (nats)", "kl (nats)", "completion (tokens)", "tokens a second"]
     until(lambda: tab.locator(".learning .spark .label").all_inner_texts()[:5] == wanted)
-    best, worst = (float(tab.inner_text(f".answers .{name} h3 a").split()[1]) for name in ("best", "worst"))
-    assert best > worst
+
+    def best_is_better():
+        best, worst = (float(tab.inner_text(f".answers .{name} h3 a").split()[1]) for name in ("best", "worst"))
+        return best > worst
+
+    until(best_is_better)  # all answers of a version may have one reward
     tab.click(".answers .best a")
     tab.wait_for_selector(".group .about")
 
