@@ -353,7 +353,7 @@ SITUATIONS = {
         ("warning permits", "warning replay"), "1 permit request waits",
     ),
     "no generator has come": Said(
-        no_generator, "blocked", "No generator has connected yet", "2 sample requests wait",
+        no_generator, "blocked", "No generator has connected yet", "1 sample request waits",
         "start a generator",
         ("warning rollouts",), "none was served for",
     ),

@@ -210,12 +210,13 @@ def test_the_state_names_the_groups_of_a_shard_for_as_long_as_it_is_away(pair, t
 
 @pytest.mark.long
 def test_ranks_that_are_resumed_without_a_shard_train_on_no_group_twice_when_it_is_back(pair, tmp_path):
-    pair.fill(24)  # the first shard has enough for four steps and what the ranks draw ahead, should it give all batches
+    pair.fill(64)  # the first shard has enough for all steps and what the ranks draw ahead, should it give all batches
     options = {"groups_per_step": 4}
     kill_ranks(pair.address, tmp_path, 0, "written", 2, all_ranks=True, lease=2.0, **options)
     pair.kill(1)
     pair.end_leases(1)
-    ranks = start_ranks(pair.address, tmp_path, "resumed", {}, resume=True, max_steps=5, **options)
+    # The shard is back before the last step, also where it starts slowly.
+    ranks = start_ranks(pair.address, tmp_path, "resumed", {}, resume=True, max_steps=12, **options)
     until(lambda: '"step": 4' in (tmp_path / "drawn.jsonl").read_text(), timeout=300.0)
     pair.restart(1)
     for rank in ranks:
