@@ -68,7 +68,15 @@ def page_of(folder: Any) -> Iterator[tuple[ReplayClient, str, Any]]:
 
 
 def texts(tab: Any, selector: str) -> list[str]:
-    return [" ".join(text.split()) for text in tab.locator(selector).all_inner_texts()]
+    """The texts of elements. What the browser has not drawn yet (content-visibility) has none, so this waits for it."""
+    found: list[str] = []
+
+    def are_drawn() -> bool:
+        found[:] = [" ".join(text.split()) for text in tab.locator(selector).all_inner_texts()]
+        return all(found)
+
+    until(are_drawn)
+    return found
 
 
 def choose(tab: Any, colour: str) -> None:
