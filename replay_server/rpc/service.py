@@ -41,8 +41,8 @@ log = logging.getLogger("replay_server")
 logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "ExecuteBatchError raised" not in str(record.msg))
 
 KEEPALIVE_MS = 20_000
-"""After so many milliseconds the server asks a silent connection for a sign of life, and waits as long for it. So it
-notices within 40 s that a client vanished without closing its connection (a lost machine, a cut cable)."""
+"""Milliseconds. The server pings a connection that was silent for this time, and closes it if no answer comes within
+this time. So it notices within 40 s that a client vanished (a lost machine, a cut cable)."""
 _OWN_FILES = 64
 """The number of file descriptors that the server needs for other things than connections."""
 

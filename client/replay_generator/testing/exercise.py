@@ -703,11 +703,11 @@ class _Exercise:
         """Checks that each token of a completion has the log-probability that the weights of its version give to it.
 
         `scores`: by policy version, the scores of the completion's tokens. `exact_versions` False: in a completion with
-        both versions, a token may be of either version. So may the token of a completion that has no other, because one
-        token cannot show two versions.
+        both versions, a token may be of either version. So may the only token of a completion, because one token cannot
+        show two versions.
         """
-        shows_one_version = len(completion.token_ids) > 1 and not _has_both_versions(completion)
-        may_be_of_either = not exact_versions and not shows_one_version
+        could_show_both = _has_both_versions(completion) or len(completion.token_ids) == 1
+        may_be_of_either = not exact_versions and could_show_both
         for step, version in enumerate(completion.policy_versions):
             if may_be_of_either:
                 expected = [version_scores[step] for version_scores in scores.values()]
