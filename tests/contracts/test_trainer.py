@@ -31,7 +31,7 @@ KINDS: dict[Any, Any] = {
     kind: pytest.param(kind, id=kind.name, marks=pytest.mark.skipif(bool(why), reason=why))
     for kind, why in TRAINERS.items()
 }
-LEASE = 4.0
+LEASE = 8.0
 EVERY_TWO = {"save_every": 2}
 
 

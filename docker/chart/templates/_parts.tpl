@@ -31,11 +31,11 @@ storageClassName: {{ . }}
 resources: {requests: {storage: {{ .size }}}}
 {{- end }}
 
-{{/* The head of a pod: who it runs as, and where. `grace` is the seconds that it has to stop, unless its part has others. */}}
+{{/* The head of a pod: who it runs as, and where. */}}
 {{- define "replay.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false   # a Service named vllm would set VLLM_PORT to an address
-terminationGracePeriodSeconds: {{ .part.terminationGracePeriodSeconds | default .grace }}
+terminationGracePeriodSeconds: {{ .part.terminationGracePeriodSeconds }}
 imagePullSecrets: {{ toJson .root.Values.images.pullSecrets }}
 nodeSelector: {{ toJson (.part.nodeSelector | default dict) }}
 tolerations: {{ toJson (.part.tolerations | default list) }}
