@@ -107,6 +107,8 @@ def opened(browser: Any) -> Iterator[Callable[..., Page]]:
 
     yield open_page
     for page in pages:
+        if not page.tab.is_closed():  # pytest shows this only if the test fails, mostly for a text that never came
+            print(f"{page.tab.url}, interrupted: {page.interrupted}", page.tab.inner_text("body")[:4000], sep="\n")
         page.tab.close()
         assert page.complaints == []
 
