@@ -13,6 +13,9 @@ from replay_client.errors import ServerUnavailableError
 DEAREST = 1.0
 """Most seconds of credit that one call costs. A longer call does not cost more, because most of its duration is a wait
 in the line of a busy server."""
+FIRST_CALLS = 4
+"""The number of calls from which a budget for calls that are alike learns their price. The calls before cost nothing.
+The first one also connects to the server, and on a busy machine each of so few may have waited."""
 
 
 class Budget:
@@ -27,9 +30,9 @@ class Budget:
     def __init__(
         self, share: float, burst: float, *, alike: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._durations: deque[float] = deque(maxlen=16 if alike else 1)
-        """The seconds that each of the last 16 calls took; without `alike`, of the last call only. A call is added when
-        it ends, and then costs the least of these numbers."""
+        self._alike = alike
+        self._durations: deque[float] = deque(maxlen=16)
+        """With `alike`: the seconds of the last 16 calls that did not fail. A call is added when it ends."""
         self._share = share
         self._burst = burst
         self._clock = clock
@@ -58,18 +61,24 @@ class Budget:
             async with self._lock:
                 if self.credit > floor:
                     begin = self._clock()
-                    server_worked = True
                     try:
                         yield
                     except ServerUnavailableError:
-                        server_worked = False  # nothing reached the server, so the call costs nothing
+                        raise  # nothing reached the server, so the call costs nothing
+                    except BaseException:
+                        self._pay(self._clock() - begin, failed=True)
                         raise
-                    finally:
-                        if server_worked:
-                            self._durations.append(self._clock() - begin)
-                            # `_durations` says why the call costs the least of the durations.
-                            self._credit -= min(DEAREST, *self._durations)
+                    self._pay(self._clock() - begin)
                     return
             # There is too little credit. Sleep without the lock, so that a call that needs less credit can run first.
             seconds_to_credit = (floor - self.credit) / self._share
             await asyncio.sleep(min(1.0, max(0.01, seconds_to_credit)))
+
+    def _pay(self, seconds: float, *, failed: bool = False) -> None:
+        """Subtracts the price of a call that took this many seconds."""
+        price = seconds
+        if self._alike:
+            if not failed:  # the duration of a call that failed, such as a timeout, says nothing about the others
+                self._durations.append(seconds)
+            price = min(self._durations) if len(self._durations) >= FIRST_CALLS else 0.0
+        self._credit -= min(DEAREST, price)

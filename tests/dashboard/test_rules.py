@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from replay_client.errors import ServerUnavailableError
+from replay_client.errors import DeadlineExceededError, ServerUnavailableError
 from replay_client.records import ClientInfo, OverdueClient, Policy, ServerInfo, TableInfo
 from replay_client.testing import PATIENCE
 from replay_client.trend import Direction, trend_of
-from replay_dashboard.budget import DEAREST, Budget
+from replay_dashboard.budget import DEAREST, FIRST_CALLS, Budget
 from replay_dashboard.diagnosis import Finding, Level
 from replay_dashboard.facts import Facts, FactsStore
 from replay_dashboard.group import TokenText
@@ -85,9 +85,30 @@ async def test_a_server_that_is_away_costs_nothing():
 async def test_of_calls_that_are_alike_the_fastest_is_the_price():
     clock = Clock()
     budget = Budget(0.0, 1.0, alike=True, clock=clock)
-    for seconds in (0.01, 0.3, 0.9):
+    for _ in range(FIRST_CALLS):
+        await spend(budget, clock, 0.01)
+    for seconds in (0.3, 0.9):
         await spend(budget, clock, seconds)
-    assert budget.credit == pytest.approx(1.0 - 3 * 0.01)
+    assert budget.credit == pytest.approx(1.0 - 3 * 0.01)  # of the last call of the first ones, and of these two
+
+
+async def test_the_first_calls_that_are_alike_cost_nothing():
+    clock = Clock()
+    budget = Budget(0.0, 0.1, alike=True, clock=clock)
+    for _ in range(FIRST_CALLS - 1):
+        await spend(budget, clock, 0.8)
+    assert budget.credit == 0.1
+
+
+async def test_a_call_that_fails_does_not_change_the_price_of_calls_that_are_alike():
+    clock = Clock()
+    budget = Budget(0.0, 1.0, alike=True, clock=clock)
+    for _ in range(FIRST_CALLS):
+        await spend(budget, clock, 0.01)
+    for _ in range(20):  # more than a budget remembers
+        with pytest.raises(DeadlineExceededError):
+            await spend(budget, clock, 3.0, DeadlineExceededError)
+    assert budget.credit == pytest.approx(1.0 - 21 * 0.01)
 
 
 # ------------------------------------------------------------------------------------------------ health
