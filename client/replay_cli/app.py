@@ -82,8 +82,8 @@ def run() -> NoReturn:
     """Runs the command of the command line, and exits with its status.
 
     SIGTERM, SIGHUP and SIGUSR1 end a command as Ctrl-C does, and the items that the command holds are requeued.
-    `serve`, `generate`, `score` and `copy` handle these signals themselves: they finish their work and end with status
-    0. `train` and `run` finish their step.
+    `serve`, `generate`, `score`, `copy` and `archive run` handle these signals themselves: they finish their work and
+    end with status 0. `train` and `run` finish their step.
     """
     status_of_signal = _INTERRUPTED
     signals = stop_signals()

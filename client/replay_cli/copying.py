@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,11 +140,10 @@ def copy(
 
     Example: replay copy /var/lib/replay/checkpoints s3://bucket/run
     """
-    from replay_client.waits import beat, stop_signals
+    from replay_client.waits import StopSignals, beat
 
-    ended = threading.Event()
-    for number in stop_signals():
-        signal.signal(number, lambda *_: ended.set())
+    signals = StopSignals()
+    signals.begin()
     os.nice(19)  # every other process of the machine goes first
     try:
         store = Store(address)
@@ -167,7 +164,7 @@ def copy(
         last_problem = problem
         if is_last:
             break
-        is_last = ended.wait(LOOK_SECONDS)  # the last round copies what was finished before the signal
+        is_last = signals.wait(LOOK_SECONDS)  # the last round copies what was finished before the signal
     if last_problem:
         raise typer.Exit(1)
 

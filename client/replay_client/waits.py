@@ -50,6 +50,8 @@ of STOP_SECONDS is reserved."""
 _SHORT_WAIT = 1.0
 """The length of a short wait, in seconds. A WaitLog logs a wait of at most this length without its duration. The end of
 such a wait is logged only if the WaitLog was made with `late`."""
+_SIGNAL_SECONDS = 0.1
+"""The seconds between two looks of `StopSignals.wait` at the count of signals."""
 
 
 def stop_signals() -> list[int]:
@@ -67,7 +69,9 @@ class StopSignals:
     """Counts the signals that ask this process to end. The loop of the program must look at these counts.
 
     The handler does not raise an exception, for two reasons. An import could swallow the exception. And an exception
-    that interrupted the start of a child process would leave this child running unnoticed.
+    that interrupted the start of a child process would leave this child running unnoticed. The handler does not set a
+    threading.Event either. The lock of an Event may be held by the code that the handler interrupts, which goes on only
+    when the handler has returned: the process would hang.
     """
 
     def __init__(self) -> None:
@@ -78,10 +82,20 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         """Number of a signal -> the handler that the signal had before the block."""
 
-    def __enter__(self) -> StopSignals:
-        """Counts the signals from now on, until the end of the block."""
+    def begin(self) -> None:
+        """Counts the signals from now on, until the process ends. In a `with` block: until the end of the block."""
         for number in stop_signals():
             self._before[number] = signal.signal(number, self._note)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for a signal, but no longer than so many seconds. Returns True if a signal has arrived by now."""
+        deadline = Deadline(seconds)
+        while not self.count and not deadline.passed:
+            time.sleep(deadline.within(_SIGNAL_SECONDS))  # a signal does not end a sleep
+        return self.count > 0
+
+    def __enter__(self) -> StopSignals:
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from replay_cli.archive.segments import SegmentWriter
 from replay_client import ReplayClient
-from replay_client.testing import until
+from replay_client.testing import PATIENCE, until
 from tests.kit.processes import COMMAND, fails, free_port, run_replay, server_process
 
 moto = pytest.importorskip("moto.server", reason="make setup-dev installs it")
@@ -28,6 +28,31 @@ dir = "{folder}/checkpoints"
 name = "plain"
 """
 EAGER = "from replay_cli import main; from replay_cli import copying; copying.LOOK_SECONDS = 0.1; main()"
+INTERRUPTED = """
+import itertools, signal, sys, threading
+from pathlib import Path
+from replay_cli import copying
+from replay_client import waits
+
+copying.LOOK_SECONDS = 0.01
+for interrupted in range(1, 40):
+    lines = itertools.count(1)
+    waited = []
+
+    def trace(frame, event, _):
+        is_wait = frame.f_code.co_filename in (threading.__file__, waits.__file__)
+        if not is_wait or (not waited and frame.f_code.co_name != "wait"):
+            return None
+        waited.append(frame.f_lineno)
+        if event == "line" and next(lines) == interrupted:
+            signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    sys.settrace(trace)
+    copying.copy(Path(sys.argv[1]), sys.argv[1])
+    sys.settrace(None)
+"""
+"""A copier that ends at a signal, again and again. Each time the signal interrupts another line of its waits."""
 STARTED: list[subprocess.Popen[str]] = []
 
 
@@ -166,6 +191,13 @@ def test_a_copier_that_has_nothing_to_copy_counts_as_healthy(tmp_path):
     status, _, complained = ended(copying)
     assert status == 0
     assert complained == ""
+
+
+def test_a_signal_ends_a_copier_whichever_line_of_its_wait_is_interrupted(tmp_path):
+    done = subprocess.run(
+        [COMMAND[0], "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    assert done.stdout == f"copying {tmp_path} to {tmp_path}\n" * 39
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/run", "{folder}/copies"])

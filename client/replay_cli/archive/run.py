@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,15 +37,14 @@ def run_archiver(
     """
     need("an archive", "parquet", "pyarrow")
     from replay_cli.archive.archiver import Archiver
-    from replay_client.waits import stop_signals
+    from replay_client.waits import StopSignals
 
     log_to_stderr(log_level, log_format)
     os.nice(19)  # every other process of the machine goes first
-    must_end = threading.Event()
-    for number in stop_signals():
-        signal.signal(number, lambda *_: must_end.set())
+    signals = StopSignals()
+    signals.begin()
     with connect(context, usual=30.0, named=True) as client:
         archiver = ask(lambda: Archiver(client, folder, say, **settings))
         say(f"archiving {client.address} into {folder}")
-        ask(lambda: archiver.run(must_end.is_set))
+        ask(lambda: archiver.run(lambda: signals.count > 0))
         client.leave()
