@@ -4,8 +4,10 @@
 
 The run is verl's trainer with its advantages, loss and metrics, its agent loop, Ray and TransferQueue, whose rows are
 in the storage BACKEND. verl 0.9.1 has no platform for CPUs, so a tiny model of transformers generates and trains in the
-place of verl's engines. Each number that the run draws depends on the step, the prompt and the rollout alone. So two
-runs with the same storage, or with storages that give back the same bits, have the same losses.
+place of verl's engines. Each number that the run draws depends on the step, the prompt and the rollout alone. The model
+computes in float64, and its results are rounded to float32. In float32, two processes had different last bits for a few
+tokens, with any storage. So two runs with the same storage, or with storages that give back the same bits, have the
+same losses.
 
 FOLDER has the model's tokenizer (`model`) and the prompts (`prompts.jsonl`). The run writes `steps.jsonl` there: for
 each step, verl's metrics without those of time, and a digest of each column of the rows that were trained on.
@@ -54,7 +56,7 @@ def new_model(folder: Path) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder / "model")
     config.vocab_size = len(AutoTokenizer.from_pretrained(folder / "model"))
-    return AutoModelForCausalLM.from_config(config).float()
+    return AutoModelForCausalLM.from_config(config).double()
 
 
 class ModelClient:
@@ -83,7 +85,7 @@ class ModelClient:
                 distribution = logits.log_softmax(-1)
                 token = int(torch.multinomial(distribution.exp(), 1, generator=draws))
                 tokens.append(token)
-                log_probs.append(float(distribution[token]))
+                log_probs.append(float(distribution[token].float()))
         steps = {"global_steps": self.step, "min_global_steps": self.step, "max_global_steps": self.step}
         return TokenOutput(token_ids=tokens, log_probs=log_probs, stop_reason="completed", extra_fields=steps)
 
@@ -126,7 +128,7 @@ class ModelActor:
             distribution = self.model(row[None]).logits[0, :-1].log_softmax(-1)
             log_probs = distribution.gather(-1, row[1:, None])[:, 0]
             entropy = -(distribution.exp() * distribution).sum(-1)
-            yield torch.nn.functional.pad(log_probs, (0, 1)), torch.nn.functional.pad(entropy, (0, 1))
+            yield torch.nn.functional.pad(log_probs.float(), (0, 1)), torch.nn.functional.pad(entropy.float(), (0, 1))
 
     def compute_log_prob(self, batch: Any) -> Any:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["input_ids"])
@@ -156,7 +158,7 @@ class ModelActor:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         measured = {name.removeprefix("actor/"): [float(value)] for name, value in metrics.items()}
-        measured |= {"loss": [loss.item()], "grad_norm": [norm.item()], "mfu": [0.0]}
+        measured |= {"loss": [loss.item()], "grad_norm": [norm.float().item()], "mfu": [0.0]}
         return {"metrics": measured}
 
 
