@@ -51,7 +51,7 @@ _SHORT_WAIT = 1.0
 """The length of a short wait, in seconds. A WaitLog logs a wait of at most this length without its duration. The end of
 such a wait is logged only if the WaitLog was made with `late`."""
 _SIGNAL_SECONDS = 0.1
-"""The seconds between two looks of `StopSignals.wait` at the count of signals."""
+"""The time between two checks of `StopSignals.wait` for a signal, in seconds."""
 
 
 def stop_signals() -> list[int]:
@@ -88,10 +88,10 @@ class StopSignals:
             self._before[number] = signal.signal(number, self._note)
 
     def wait(self, seconds: float) -> bool:
-        """Waits for a signal, but no longer than so many seconds. Returns True if a signal has arrived by now."""
+        """Blocks the caller until a stop signal arrives or `seconds` have passed. Returns True if one has arrived."""
         deadline = Deadline(seconds)
         while not self.count and not deadline.passed:
-            time.sleep(deadline.within(_SIGNAL_SECONDS))  # a signal does not end a sleep
+            time.sleep(deadline.within(_SIGNAL_SECONDS))  # a signal whose handler returns does not end a sleep
         return self.count > 0
 
     def __enter__(self) -> StopSignals:

@@ -35,24 +35,27 @@ from replay_cli import copying
 from replay_client import waits
 
 copying.LOOK_SECONDS = 0.01
-for interrupted in range(1, 40):
-    lines = itertools.count(1)
-    waited = []
+folder = Path(sys.argv[1])
+for interrupted in range(int(sys.argv[2])):
+    lines = itertools.count()
+    calls = []  # those of a wait, and of what it calls
 
     def trace(frame, event, _):
-        is_wait = frame.f_code.co_filename in (threading.__file__, waits.__file__)
-        if not is_wait or (not waited and frame.f_code.co_name != "wait"):
+        if frame.f_code.co_filename not in (threading.__file__, waits.__file__):
             return None
-        waited.append(frame.f_lineno)
+        if event == "call" and (calls or frame.f_code.co_name == "wait"):
+            calls.append(frame)
+        if not calls:
+            return None
         if event == "line" and next(lines) == interrupted:
             signal.raise_signal(signal.SIGTERM)
         return trace
 
     sys.settrace(trace)
-    copying.copy(Path(sys.argv[1]), sys.argv[1])
+    copying.copy(folder, str(folder))
     sys.settrace(None)
 """
-"""A copier that ends at a signal, again and again. Each time the signal interrupts another line of its waits."""
+"""A copier that ends at a signal, so many times. Each time the signal interrupts another line of its waits."""
 STARTED: list[subprocess.Popen[str]] = []
 
 
@@ -194,10 +197,11 @@ def test_a_copier_that_has_nothing_to_copy_counts_as_healthy(tmp_path):
 
 
 def test_a_signal_ends_a_copier_whichever_line_of_its_wait_is_interrupted(tmp_path):
-    done = subprocess.run(
-        [COMMAND[0], "-c", INTERRUPTED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=PATIENCE
-    )
-    assert done.stdout == f"copying {tmp_path} to {tmp_path}\n" * 39
+    times = 39
+    command = [COMMAND[0], "-c", INTERRUPTED, str(tmp_path), str(times)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    begun = done.stdout.splitlines()
+    assert begun == [f"copying {tmp_path} to {tmp_path}"] * times
 
 
 @pytest.mark.parametrize("address", ["s3://bucket/run", "{folder}/copies"])
